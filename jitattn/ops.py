@@ -1,0 +1,124 @@
+"""The torch.library ops, their fakes and their autograd: the only file that knows torch's dispatcher.
+
+A plain eager call goes straight to the kernels; everything that watches or rewrites calls (torch.compile, fake tensors,
+functorch, dispatch modes, forward-mode AD) sees the ops.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.library import Library
+
+from . import launch
+from .errors import Unsupported
+
+__all__ = ["attention"]
+
+_library = Library("jitattn", "DEF")
+_library.define("attention(Tensor q, Tensor k, Tensor v, float? scale, str causal) -> (Tensor, Tensor)")
+_library.define(
+    "attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse,"
+    " float? scale, str causal) -> (Tensor, Tensor, Tensor)"
+)
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal: str) -> tuple[Tensor, Tensor]:
+    """out and LSE, differentiable. `causal` is "none", "top_left" or "bottom_right"."""
+    if torch.compiler.is_compiling() or _is_watched(q, k, v):
+        return torch.ops.jitattn.attention(q, k, v, scale, causal)
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        return _Attention.apply(q, k, v, scale, causal)  # type: ignore[no-any-return]
+    return launch.forward(q, k, v, scale, causal)
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def _is_watched(*tensors: Tensor) -> bool:
+    """Whether something stands between this call and plain tensors."""
+    return (
+        any(type(x) not in _PLAIN for x in tensors)
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+        or any(x.is_neg() for x in tensors)
+    )
+
+
+class _Attention(torch.autograd.Function):
+    """Forward and backward tied together."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal: str
+    ) -> tuple[Tensor, Tensor]:
+        if _is_watched(q, k, v):
+            with torch._C._AutoDispatchBelowAutograd():
+                out, lse = torch.ops.jitattn.attention(q, k, v, scale, causal)
+        else:
+            out, lse = launch.forward(q, k, v, scale, causal, trains=True)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.set_materialize_grads(False)
+        ctx.scale, ctx.causal = scale, causal
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        grad_out, grad_lse = grads
+        q, k, v, out, lse = ctx.saved_tensors
+        if grad_out is None and grad_lse is None:
+            return None, None, None, None, None
+        if grad_out is None:
+            grad_out = torch.zeros_like(out)
+        if torch.is_grad_enabled():
+            # The caller may go on to differentiate these gradients: allowed, unless it really does.
+            found = _GradientsOnce.apply(grad_out, grad_lse, q, k, v, out, lse, ctx.scale, ctx.causal)
+        else:
+            found = _backward(grad_out, grad_lse, q, k, v, out, lse, ctx.scale, ctx.causal)
+        return (*found, None, None)
+
+
+def _backward(grad_out: Tensor, grad_lse: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    if _is_watched(grad_out, *rest[:5]):
+        with torch._C._AutoDispatchBelowAutograd():
+            return torch.ops.jitattn.attention_backward(grad_out, grad_lse, *rest)
+    return launch.backward(grad_out, grad_lse, *rest)
+
+
+class _GradientsOnce(torch.autograd.Function):
+    """The gradients, with a clear error where their own gradient is asked for."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+        return _backward(*arguments)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        raise Unsupported(
+            "jitattn kernels have no second derivative; for double backward call "
+            'jitattn.attention(..., backend="reference"), which is differentiable any number of times'
+        )
+
+
+def _fake(q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal: str) -> tuple[Tensor, Tensor]:
+    launch.check(q, k, v)
+    out = q.new_empty((*q.shape[:3], v.shape[3]))
+    return out, q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+def _fake_backward(
+    grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+_library.impl("attention", launch.forward, "CPU")
+_library.impl("attention_backward", launch.backward, "CPU")
+_library.impl("attention", lambda *arguments: _Attention.apply(*arguments), "Autograd")
+_library.impl("attention_backward", lambda *arguments: _GradientsOnce.apply(*arguments), "Autograd")
+torch.library.register_fake("jitattn::attention", _fake, lib=_library)
+torch.library.register_fake("jitattn::attention_backward", _fake_backward, lib=_library)

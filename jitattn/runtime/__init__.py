@@ -1,0 +1,1 @@
+"""Bytes in, launches out: one module a kind of device, each loading binaries and calling their kernels."""

@@ -1,0 +1,128 @@
+"""Kernel configuration -> one self-contained translation unit.
+
+The text is the key: it carries the configuration, the launch struct, the flattened kernel_src with #line marks, and in
+its banner the target, the flags and the compiler's identity. Whatever could change the binary changes the text.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from . import params, settings
+from .artifact import key_of
+from .config import KernelConfig
+from .errors import JitattnError
+from .target import Target
+
+__all__ = ["Source", "assemble", "kernel_src"]
+
+_ELEMENTS = {"float32": "float", "bfloat16": "bf16", "float16": "f16"}
+
+# Kernel name -> the file and class template of the algorithm, and its launch parameters.
+_KERNELS = {
+    "forward": ("attn/forward.h", "Forward", params.FORWARD),
+    "backward": ("attn/backward.h", "Backward", params.BACKWARD),
+    "reduce_grad_query": ("attn/reduce.h", "ReduceGradQuery", params.BACKWARD),
+}
+
+_INCLUDE = re.compile(r'^#include\s+"([^"]+)"\s*$')
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A translation unit. Its digest is the key of everything made from it."""
+
+    text: str
+    flags: tuple[str, ...]
+    digest: str
+    overridden: bool = False
+
+
+def assemble(config: KernelConfig, target: Target, compiler: str) -> Source:
+    """The translation unit of a kernel for a target, to be compiled by the compiler of that identity.
+
+    With JITATTN_OVERRIDE set, a file DIGEST.cpp in that folder stands in for the text of that digest.
+    """
+    file, algorithm, table = _KERNELS[config.kernel]
+    banner = [
+        f"// jitattn {config}",
+        f"// target {target}: {' '.join(target.compile_flags)}",
+        f"// compiler {compiler}",
+    ]
+    seen: set[str] = set()
+    text = "\n".join([
+        *banner,
+        *_flatten("base/types.h", target.overlay, seen),
+        '#line 1 "<config>"',
+        _config_struct(config),
+        table.cpp(),
+        *_flatten(file, target.overlay, seen),
+        *_flatten("launch.h", target.overlay, seen),
+        '#line 1 "<entry>"',
+        f"using Algorithm = attn::{algorithm}<Config, Params>;",
+        "JITATTN_ENTRY(Algorithm, Params)",
+        "",
+    ])  # fmt: skip
+    return _overridden(Source(text, target.compile_flags, key_of(text)))
+
+
+def _config_struct(config: KernelConfig) -> str:
+    integers = ("head_dim", "head_dim_v", "block_m", "block_n", "panel")
+    booleans = ("causal", "bf16_dot")
+    lines = [f"  using Element = {_ELEMENTS[config.dtype]};"]
+    lines += [f"  static constexpr i32 {name} = {getattr(config, name)};" for name in integers]
+    lines += [f"  static constexpr bool {name} = {str(getattr(config, name)).lower()};" for name in booleans]
+    return "\n".join(["struct Config {", *lines, "};"])
+
+
+def _flatten(name: str, overlay: tuple[str, ...], seen: set[str]) -> list[str]:
+    """A file of kernel_src with everything that it includes, each file once."""
+    path = _find(name, overlay)
+    if path in seen:
+        return []
+    seen.add(path)
+    mark = f'"kernel_src/{path}"'
+    lines = [f"#line 1 {mark}"]
+    for number, line in enumerate(_read(path), 1):
+        if match := _INCLUDE.match(line):
+            lines += [*_flatten(match[1], overlay, seen), f"#line {number + 1} {mark}"]
+        elif line.startswith("#include"):
+            raise JitattnError(f"kernel_src/{path}:{number}: kernel text includes no system header")
+        else:
+            lines.append("" if line == "#pragma once" else line)
+    return lines
+
+
+@functools.cache
+def _find(name: str, overlay: tuple[str, ...]) -> str:
+    for folder in overlay:
+        if (kernel_src() / folder / name).is_file():
+            return (Path(folder) / name).as_posix()
+    raise JitattnError(f"kernel_src has no {name} for {overlay}")
+
+
+@functools.cache
+def _read(path: str) -> tuple[str, ...]:
+    return tuple((kernel_src() / path).read_text(encoding="utf-8").splitlines())
+
+
+@functools.cache
+def kernel_src() -> Path:
+    """The folder of kernel sources: inside an installed package, beside it in a checkout."""
+    here = Path(__file__).resolve().parent
+    for folder in (here / "kernel_src", here.parent / "kernel_src"):
+        if (folder / "attn").is_dir():
+            return folder
+    raise JitattnError("this installation lacks its kernel_src folder: install jitattn again")
+
+
+def _overridden(source: Source) -> Source:
+    folder = settings.current().override
+    path = folder / f"{source.digest}.cpp" if folder else None
+    if path is None or not path.is_file():
+        return source
+    text = path.read_text(encoding="utf-8")
+    return Source(text, source.flags, key_of(text), overridden=True)

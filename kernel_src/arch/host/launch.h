@@ -1,0 +1,50 @@
+// How threads share a launch: each takes the next block from a common counter until none is left.
+#pragma once
+#include "base/types.h"
+#include "qualifiers.h"
+
+#if !defined(_WIN32)
+extern "C" int sched_yield();
+#endif
+
+namespace arch {
+
+// What a launch is given: laid out by jitattn/runtime/host.py.
+template <class Params>
+struct Job {
+  i64 next, done, blocks;
+  Params params;
+};
+
+// One turn of a wait for other threads' last blocks. Their time is short, so the core is given away only after a while.
+FN void relax(i32 turn) {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+#if !defined(_WIN32)
+  if (turn > 1000) sched_yield();
+#endif
+}
+
+// `wait`: return only when the blocks that other threads took are done as well.
+template <class Kernel, class Params>
+FN void drain(Job<Params>& job, void* memory, i32 wait) {
+  auto& own = *static_cast<typename Kernel::Memory*>(memory);
+  for (i64 block; (block = __atomic_fetch_add(&job.next, 1, __ATOMIC_RELAXED)) < job.blocks;) {
+    Kernel::run(block, own, job.params);
+    __atomic_fetch_add(&job.done, 1, __ATOMIC_RELEASE);
+  }
+  if (!wait) return;
+  for (i32 turn = 0; __atomic_load_n(&job.done, __ATOMIC_ACQUIRE) < job.blocks; turn += turn < 2000) relax(turn);
+}
+
+}  // namespace arch
+
+// The exported functions of a kernel.
+#define JITATTN_ENTRY(Algorithm, Params)                                           \
+  KERNEL i64 jitattn_memory() { return sizeof(Algorithm::Memory); }                \
+  KERNEL void jitattn_run(void* job, void* memory, i32 wait) {                     \
+    arch::drain<Algorithm>(*static_cast<arch::Job<Params>*>(job), memory, wait);   \
+  }

@@ -1,0 +1,95 @@
+// Matrix products over "words": a word is what one multiply-add step takes from an operand, four bytes wide. It is one
+// float32, or a pair of bfloat16 adjacent along the contraction where the CPU multiplies such pairs (AVX512_BF16).
+// Everything above this file is the same for both.
+#pragma once
+#include "convert.h"
+
+namespace arch {
+
+template <class T, bool bf16_dot>
+struct Operand {  // float32 words, whatever the tensor's type
+  using Word = float;
+  using Vector = Value;
+  static constexpr i32 per_word = 1;
+  static METHOD Vector broadcast(Word x) { return splat(x); }
+  static METHOD Value multiply_add(Value sum, Vector a, Vector b) { return sum + a * b; }
+};
+
+template <>
+struct Operand<bf16, true> {
+  using Word = u32;
+  using Vector = Bits;
+  static constexpr i32 per_word = 2;
+  static METHOD Vector broadcast(Word x) { return x - Bits{}; }
+  static METHOD Value multiply_add(Value sum, Vector a, Vector b) {
+#if defined(__AVX512BF16__)
+    asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
+#endif
+    return sum;
+  }
+};
+
+// c[rows][vectors * lanes] (+)= a b, with `depth` words along the contraction. a holds row i's word w at
+// a[i * lda + w], or, transposed, at a[w * lda + i]; b holds word w of column j at b[w * ldb + j].
+template <class Op, i32 rows, i32 vectors, bool a_transposed>
+LEAF void product_block(float* c, i64 ldc, const typename Op::Word* a, i64 lda, const typename Op::Word* b, i64 ldb,
+                        i32 depth, bool add) {
+  Value sum[rows][vectors];
+#pragma GCC unroll 16
+  for (i32 i = 0; i < rows; ++i)
+#pragma GCC unroll 4
+    for (i32 j = 0; j < vectors; ++j) sum[i][j] = add ? *(const Value*)(c + i * ldc + j * lanes) : Value{};
+  for (i32 w = 0; w < depth; ++w) {
+    typename Op::Vector column[vectors];
+#pragma GCC unroll 4
+    for (i32 j = 0; j < vectors; ++j) column[j] = *(const typename Op::Vector*)(b + w * ldb + j * lanes);
+#pragma GCC unroll 16
+    for (i32 i = 0; i < rows; ++i) {
+      const auto row = Op::broadcast(a_transposed ? a[w * lda + i] : a[i * lda + w]);
+#pragma GCC unroll 4
+      for (i32 j = 0; j < vectors; ++j) sum[i][j] = Op::multiply_add(sum[i][j], row, column[j]);
+    }
+  }
+#pragma GCC unroll 16
+  for (i32 i = 0; i < rows; ++i)
+#pragma GCC unroll 4
+    for (i32 j = 0; j < vectors; ++j) *(Value*)(c + i * ldc + j * lanes) = sum[i][j];
+}
+
+// Registers: 6 x 4 sums of 32 vector registers (AVX-512, NEON), 6 x 2 of 16 (AVX2, SSE).
+constexpr i32 block_rows = 6;
+#if defined(__AVX512F__) || defined(__aarch64__)
+constexpr i32 block_vectors = 4;
+#else
+constexpr i32 block_vectors = 2;
+#endif
+
+template <class Op, i32 vectors, bool a_transposed>
+FN void product_column(float* c, i64 ldc, const typename Op::Word* a, i64 lda, const typename Op::Word* b, i64 ldb,
+                       i32 rows, i32 depth, bool add) {
+  const i64 step = a_transposed ? 1 : lda;
+  i32 i = 0;
+  for (; i + block_rows <= rows; i += block_rows)
+    product_block<Op, block_rows, vectors, a_transposed>(c + i * ldc, ldc, a + i * step, lda, b, ldb, depth, add);
+  if constexpr (a_transposed)  // the other side is padded to whole blocks
+    for (; i < rows; i += 2)
+      product_block<Op, 2, vectors, a_transposed>(c + i * ldc, ldc, a + i * step, lda, b, ldb, depth, add);
+}
+
+// The whole product, `vectors` wide: known when compiled, or else (0) given as `width`.
+template <class Op, i32 vectors, bool a_transposed>
+FN void product(float* c, i64 ldc, const typename Op::Word* a, i64 lda, const typename Op::Word* b, i64 ldb, i32 rows,
+                i32 width, i32 depth, bool add) {
+  i32 j = 0;
+  if constexpr (vectors == 0 || vectors >= block_vectors)
+    for (; j + block_vectors <= (vectors ? vectors : width); j += block_vectors)
+      product_column<Op, block_vectors, a_transposed>(c + j * lanes, ldc, a, lda, b + j * lanes, ldb, rows, depth, add);
+  if constexpr (vectors == 0)
+    for (; j < width; ++j)
+      product_column<Op, 1, a_transposed>(c + j * lanes, ldc, a, lda, b + j * lanes, ldb, rows, depth, add);
+  else if constexpr (vectors % block_vectors != 0)
+    product_column<Op, vectors % block_vectors, a_transposed>(c + j * lanes, ldc, a, lda, b + j * lanes, ldb, rows,
+                                                              depth, add);
+}
+
+}  // namespace arch

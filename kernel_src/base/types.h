@@ -1,0 +1,15 @@
+// Fixed-width names, shared by every architecture.
+#pragma once
+
+using i32 = int;
+using i64 = long long;
+using u16 = unsigned short;
+using u32 = unsigned int;
+
+// Storage of the 16-bit formats. An architecture converts them; the algorithm only passes them on.
+struct bf16 {
+  u16 bits;
+};
+struct f16 {
+  u16 bits;
+};
