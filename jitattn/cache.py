@@ -25,7 +25,7 @@ class Info(store.StoreInfo):
 
     def __str__(self) -> str:
         counters = ", ".join(
-            f"{number} {name.replace('_', ' ')}" for name, number in vars(self.counters).items() if number
+            f"{name.replace('_', ' ')} {number}" for name, number in vars(self.counters).items() if number
         )
         lines = [
             f"cache         {self.directory}",
@@ -73,7 +73,8 @@ class Pruned(store.Pruned):
     """How many kernels were removed and how many bytes that freed."""
 
     def __str__(self) -> str:
-        return f"{self.removed} kernels removed, {format_bytes(self.freed)} freed"
+        kernels = "kernel" if self.removed == 1 else "kernels"
+        return f"{self.removed} {kernels} removed, {format_bytes(self.freed)} freed"
 
 
 def info() -> Info:

@@ -11,6 +11,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -56,14 +57,12 @@ def parser() -> argparse.ArgumentParser:
     _show_options(command("show", show, "Print the source of one problem's kernels, or what it compiles to."))
     _bench_options(command("bench", bench, "Measure jitattn beside every other implementation here."))
 
-    cache = commands.add_parser("cache", help="Look after the compiled kernels.").add_subparsers(
-        required=True, metavar="COMMAND"
-    )
+    help = "Look after the compiled kernels."
+    cache = commands.add_parser("cache", help=help, description=help).add_subparsers(required=True, metavar="COMMAND")
     _json_option(command("info", cache_info, "Where the kernels are, how many and how large.", cache))
-    _json_option(command("ls", cache_ls, "One line for each kernel.", cache))
-    _json_option(command("verify", cache_verify, "Check every kernel's bytes; drop the damaged ones.", cache))
-    prune = command("prune", cache_prune, "Drop kernels: the damaged and, with --all, all.", cache)
-    prune.add_argument("--all", action="store_true", help="drop every kernel")
+    _json_option(command("ls", cache_ls, "One line for each kernel, the latest used first.", cache))
+    _json_option(command("verify", cache_verify, "Check every kernel's bytes and remove what is damaged.", cache))
+    _prune_options(command("prune", cache_prune, "Remove the least recently used kernels.", cache))
     return top
 
 
@@ -71,13 +70,20 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _demo_options(options: argparse.ArgumentParser) -> None:
-    options.add_argument("--steps", type=_positive, help="training steps (default: 240 on the CPU, 600 on a GPU)")
-    options.add_argument("--context", type=_positive, help="characters a window (default: 512, 1024)")
-    options.add_argument("--batch", type=_positive, help="windows a step (default: 2, 16)")
+    options.add_argument(
+        "--steps", type=_positive, metavar="N", help="training steps (default: 240 on the CPU, 600 on a GPU)"
+    )
+    options.add_argument("--context", type=_positive, metavar="N", help="characters a window (default: 512, 1024)")
+    options.add_argument("--batch", type=_positive, metavar="N", help="windows a step (default: 2, 16)")
     options.add_argument("--seed", type=int, default=0, help="of the weights and the batches")
-    options.add_argument("--dtype", choices=DTYPES, help="of the activations (default: float32, bfloat16)")
+    options.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        metavar="DTYPE",
+        help="of the activations: float32 (default on the CPU), bfloat16 (on a GPU) or float16",
+    )
     options.add_argument("--device", help="such as cpu or cuda:1 (default: a GPU if there is one)")
-    options.add_argument("--out", type=Path, default=Path("jitattn-demo"), help="folder for the results")
+    options.add_argument("--out", type=Path, metavar="DIR", default=Path("jitattn-demo"), help="folder for the results")
 
 
 def demo(arguments: argparse.Namespace) -> int:
@@ -108,13 +114,13 @@ def doctor(arguments: argparse.Namespace) -> int:
 
 def _show_options(options: argparse.ArgumentParser) -> None:
     options.add_argument("--dtype", choices=DTYPES, default="float32")
-    options.add_argument("--head-dim", type=_positive, default=64)
-    options.add_argument("--head-dim-v", type=_positive, help="of the values (default: as --head-dim)")
-    options.add_argument("--seq", type=_positive, default=1024, help="length of the queries")
-    options.add_argument("--seq-kv", type=_positive, help="length of the keys (default: as --seq)")
-    options.add_argument("--batch", type=_positive, default=1)
-    options.add_argument("--heads", type=_positive, default=8, help="query heads")
-    options.add_argument("--heads-kv", type=_positive, help="key heads (default: as --heads)")
+    options.add_argument("--head-dim", type=_positive, metavar="N", default=64)
+    options.add_argument("--head-dim-v", type=_positive, metavar="N", help="of the values (default: as --head-dim)")
+    options.add_argument("--seq", type=_positive, metavar="N", default=1024, help="length of the queries")
+    options.add_argument("--seq-kv", type=_positive, metavar="N", help="length of the keys (default: as --seq)")
+    options.add_argument("--batch", type=_positive, metavar="N", default=1)
+    options.add_argument("--heads", type=_positive, metavar="N", default=8, help="query heads")
+    options.add_argument("--heads-kv", type=_positive, metavar="N", help="key heads (default: as --heads)")
     options.add_argument("--causal", action="store_true", help="aligned at the bottom right")
     options.add_argument("--backward", action="store_true", help="the backward kernels")
     options.add_argument("--target", default="host", help="what to compile for, such as host:x86-64-v3")
@@ -146,6 +152,7 @@ def _kernels(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     from . import pipeline, plan, source, toolchain
     from .problem import Problem
     from .target import parse
+    from .toolchain import host as host_compiler
 
     seq_kv, heads_kv = arguments.seq_kv or arguments.seq, arguments.heads_kv or arguments.heads
     problem = Problem(
@@ -176,7 +183,7 @@ def _kernels(arguments: argparse.Namespace) -> list[dict[str, Any]]:
             meta = kernel.artifact.meta
             facts |= {"origin": kernel.origin, "compile seconds": meta["compile_seconds"], **meta["resources"]}
             if arguments.listing:
-                facts["listing"] = toolchain.listing(target.vendor, kernel.artifact.binary)
+                facts["listing"] = host_compiler.listing(kernel.artifact.binary)
     return shown
 
 
@@ -184,20 +191,33 @@ def _kernels(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _bench_options(options: argparse.ArgumentParser) -> None:
-    options.add_argument("--dtype", nargs="+", choices=DTYPES, default=["float32", "bfloat16"])
-    options.add_argument("--seq", nargs="+", type=_positive, help="lengths (default: 128 1024 4096)")
-    options.add_argument("--head-dim", nargs="+", type=_positive, help="head dimensions (default: 64 128)")
-    options.add_argument("--batch", type=_positive, default=2)
-    options.add_argument("--heads", type=_positive, default=8, help="query heads")
-    options.add_argument("--heads-kv", type=_positive, help="key heads, a divisor of --heads (default: as many)")
+    options.add_argument(
+        "--dtype",
+        nargs="+",
+        choices=DTYPES,
+        metavar="DTYPE",
+        default=["float32", "bfloat16"],
+        help="of " + ", ".join(DTYPES),
+    )
+    options.add_argument("--seq", nargs="+", type=_positive, metavar="N", help="lengths (default: 128 1024 4096)")
+    options.add_argument("--head-dim", nargs="+", type=_positive, metavar="N", help="head dimensions (default: 64 128)")
+    options.add_argument("--batch", type=_positive, metavar="N", default=2)
+    options.add_argument("--heads", type=_positive, metavar="N", default=8, help="query heads")
+    options.add_argument(
+        "--heads-kv", type=_positive, metavar="N", help="key heads, a divisor of --heads (default: as many)"
+    )
     options.add_argument("--mask", nargs="+", choices=("full", "causal"), default=["full", "causal"])
     options.add_argument("--pass", nargs="+", choices=("fwd", "fwd+bwd"), default=["fwd", "fwd+bwd"], dest="passes")
-    options.add_argument("--peers", nargs="*", help="names of those to compare with (default: all)")
-    options.add_argument("--threads", type=_positive, help="CPU threads of every implementation (default: torch's)")
+    options.add_argument("--peers", nargs="*", metavar="NAME", help="names of those to compare with (default: all)")
+    options.add_argument(
+        "--threads", type=_positive, metavar="N", help="CPU threads of every implementation (default: torch's)"
+    )
     options.add_argument("--device", help="such as cpu or cuda:1 (default: a GPU if there is one)")
     options.add_argument("--seconds", type=float, default=2.0, help="for each implementation of each case")
     options.add_argument("--quick", action="store_true", help="two short lengths, one head dimension, little time")
-    options.add_argument("--out", type=Path, default=Path("jitattn-bench"), help="folder for bench.json, bench.png")
+    options.add_argument(
+        "--out", type=Path, metavar="DIR", default=Path("jitattn-bench"), help="folder for bench.json, bench.png"
+    )
 
 
 def bench(arguments: argparse.Namespace) -> int:
@@ -230,6 +250,48 @@ def bench(arguments: argparse.Namespace) -> int:
     return work.run(cases, device, arguments.out, doctor.machine(), peers=arguments.peers, seconds=seconds)
 
 
+# ------------------------------------------------------------------------------------------------ cache
+
+
+def cache_info(arguments: argparse.Namespace) -> int:
+    from . import cache
+
+    return _print(cache.info(), arguments.json)
+
+
+def cache_ls(arguments: argparse.Namespace) -> int:
+    from . import cache
+
+    return _print(cache.ls(), arguments.json)
+
+
+def cache_verify(arguments: argparse.Namespace) -> int:
+    """Exit status 1 if there was damage, so that a script notices."""
+    from . import cache
+
+    verified = cache.verify()
+    return _print(verified, arguments.json) or (1 if verified.removed else 0)
+
+
+def _prune_options(options: argparse.ArgumentParser) -> None:
+    options.add_argument("--max-size", type=_size, help="bytes to keep, such as 100M (default: the cache's own bound)")
+    options.add_argument("--unused-days", type=float, help="remove also what was not used for so long")
+    options.add_argument("--all", action="store_true", help="remove every kernel")
+    _json_option(options)
+
+
+def cache_prune(arguments: argparse.Namespace) -> int:
+    from . import cache
+
+    unused_for = None if arguments.unused_days is None else 86400 * arguments.unused_days
+    return _print(cache.prune(arguments.max_size, unused_for, arguments.all), arguments.json)
+
+
+def _print(result: Any, as_json: bool) -> int:
+    print(json.dumps(asdict(result), indent=1, default=str) if as_json else result)
+    return 0
+
+
 # ------------------------------------------------------------------------------------------------ words
 
 
@@ -245,6 +307,15 @@ def _positive(text: str) -> int:
 
 
 _positive.__name__ = "positive number"  # argparse says: invalid positive number value: '0'
+
+
+def _size(text: str) -> int:
+    from .settings import parse_bytes
+
+    return parse_bytes(text)
+
+
+_size.__name__ = "size"
 
 
 def _default_device() -> str:

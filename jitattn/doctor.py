@@ -78,9 +78,9 @@ def report(passed: bool, said: str) -> str:
     lines, label = [], ""
     found = findings()
     for finding in found:
-        lines.append(f"{finding.label if finding.label != label else '':11}{finding.text}")
+        lines.append(f"{finding.label if finding.label != label else '':12}{finding.text}")
         label = finding.label
-    lines += ["", *(f"{'missing':11}{f.label}: {f.remedy}" for f in found if f.remedy), f"{'check':11}{said}", ""]
+    lines += ["", *(f"{'missing':12}{f.label}: {f.remedy}" for f in found if f.remedy), f"{'check':12}{said}", ""]
     return "\n".join([*lines, "ok" if passed else "NOT OK"])
 
 
@@ -200,11 +200,12 @@ def _installed(distribution: str) -> str | None:
 
 def _cache() -> Iterator[Finding]:
     info = jitattn.cache.info()
-    folder = settings.current().cache_dir
-    writable = _writable(folder)
+    writable = _writable(info.directory)
+    held = f"{info.entries} kernels, {info.size / 2**20:.1f} of {info.max_bytes / 2**20:.0f} MiB"
     remedy = None if writable else "set JITATTN_CACHE_DIR to a folder that can be written"
-    yield Finding("cache", f"{folder}{'' if writable else ' (cannot be written)'}", remedy)
-    yield Finding("cache", str(info))
+    yield Finding("cache", f"{info.directory}{'' if writable else ' (cannot be written)'}: {held}", remedy)
+    if info.trouble:
+        yield Finding("cache", info.trouble, "jitattn cache verify")
 
 
 def _writable(folder: Path) -> bool:

@@ -118,9 +118,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 class _Forward:
     """All forward calls of one kind."""
 
-    def __init__(
-        self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal: str, trains: bool
-    ) -> None:
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal: str, trains: bool) -> None:
         check(q, k, v)
         problem = describe("forward", q, k, v, scale, causal)
         on = target.detect(q.device.type)

@@ -30,60 +30,58 @@ def attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal: str)
     """out and LSE, differentiable. `causal` is "none", "top_left" or "bottom_right"."""
     if torch.compiler.is_compiling() or _is_watched(q, k, v):
         return torch.ops.jitattn.attention(q, k, v, scale, causal)
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return _Attention.apply(q, k, v, scale, causal)  # type: ignore[no-any-return]
+    if (q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled():
+        return _Attention.apply(q, k, v, scale, causal, True)  # type: ignore[no-any-return]
     return launch.forward(q, k, v, scale, causal)
 
 
-_PLAIN = (Tensor, torch.nn.Parameter)
+_PLAIN = frozenset((Tensor, torch.nn.Parameter))
 
 
 def _is_watched(*tensors: Tensor) -> bool:
     """Whether something stands between this call and plain tensors."""
+    for x in tensors:
+        if type(x) not in _PLAIN or x.is_neg():
+            return True
     return (
-        any(type(x) not in _PLAIN for x in tensors)
-        or torch._C._len_torch_dispatch_stack() > 0
+        torch._C._len_torch_dispatch_stack() > 0
         or torch._C._are_functorch_transforms_active()
         or forward_ad._current_level >= 0
-        or any(x.is_neg() for x in tensors)
     )
 
 
 class _Attention(torch.autograd.Function):
-    """Forward and backward tied together."""
+    """Forward and backward tied together. `is_plain`: the inputs are known not to be watched."""
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal: str
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal: str, is_plain: bool
     ) -> tuple[Tensor, Tensor]:
-        if _is_watched(q, k, v):
+        if is_plain:
+            out, lse = launch.forward(q, k, v, scale, causal, True)
+        else:
             with torch._C._AutoDispatchBelowAutograd():
                 out, lse = torch.ops.jitattn.attention(q, k, v, scale, causal)
-        else:
-            out, lse = launch.forward(q, k, v, scale, causal, trains=True)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.set_materialize_grads(False)
-        ctx.scale, ctx.causal = scale, causal
+        ctx.set_materialize_grads(False)  # the LSE is seldom differentiated
+        ctx.options = scale, causal
         return out, lse
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        grad_out, grad_lse = grads
+    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         q, k, v, out, lse = ctx.saved_tensors
-        if grad_out is None and grad_lse is None:
-            return None, None, None, None, None
         if grad_out is None:
+            if grad_lse is None:
+                return None, None, None, None, None, None
             grad_out = torch.zeros_like(out)
-        if torch.is_grad_enabled():
-            # The caller may go on to differentiate these gradients: allowed, unless it really does.
-            found = _GradientsOnce.apply(grad_out, grad_lse, q, k, v, out, lse, ctx.scale, ctx.causal)
-        else:
-            found = _backward(grad_out, grad_lse, q, k, v, out, lse, ctx.scale, ctx.causal)
-        return (*found, None, None)
+        # The caller may go on to differentiate these gradients: an error only if it really does.
+        once_more = _GradientsOnce.apply if torch.is_grad_enabled() else _backward
+        grad_q, grad_k, grad_v = once_more(grad_out, grad_lse, q, k, v, out, lse, *ctx.options)
+        return grad_q, grad_k, grad_v, None, None, None
 
 
 def _backward(grad_out: Tensor, grad_lse: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    if _is_watched(grad_out, *rest[:5]):
+    if _is_watched(grad_out, rest[0]):
         with torch._C._AutoDispatchBelowAutograd():
             return torch.ops.jitattn.attention_backward(grad_out, grad_lse, *rest)
     return launch.backward(grad_out, grad_lse, *rest)
@@ -118,7 +116,7 @@ def _fake_backward(
 
 _library.impl("attention", launch.forward, "CPU")
 _library.impl("attention_backward", launch.backward, "CPU")
-_library.impl("attention", lambda *arguments: _Attention.apply(*arguments), "Autograd")
+_library.impl("attention", lambda *arguments: _Attention.apply(*arguments, False), "Autograd")
 _library.impl("attention_backward", lambda *arguments: _GradientsOnce.apply(*arguments), "Autograd")
 torch.library.register_fake("jitattn::attention", _fake, lib=_library)
 torch.library.register_fake("jitattn::attention_backward", _fake_backward, lib=_library)

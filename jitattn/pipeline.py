@@ -20,7 +20,6 @@ from typing import Any, Protocol
 from . import progress, settings, source, store, toolchain
 from .artifact import Artifact
 from .config import KernelConfig
-from .errors import JitattnError
 from .plan import Plan, make_plan
 from .problem import Problem
 from .target import Target
@@ -120,9 +119,7 @@ def _make(config: KernelConfig, target: Target) -> Kernel:
     return Kernel(config, artifact, origin, runtime.Loaded(artifact.binary))
 
 
-def _compile(
-    config: KernelConfig, target: Target, text: source.Source, compiler: toolchain.Toolchain
-) -> Artifact:
+def _compile(config: KernelConfig, target: Target, text: source.Source, compiler: toolchain.Toolchain) -> Artifact:
     _warn_of_many_compiles()
     with progress.compiling(f"{config} for {target}"):
         binary = compiler.compile(text.text, text.flags)
@@ -135,6 +132,7 @@ def _compile(
         flags=text.flags,
         compile_seconds=binary.seconds,
         resources={"binary_bytes": len(binary.data)},
+        description=str(config),
     )
 
 

@@ -57,11 +57,11 @@ def _plan_backward(problem: Problem, target: Target) -> Plan:
     # A panel is rounded up to an even number of rows; whole cache lines keep every head's part aligned.
     rows = _round_up(problem.seq_q + 2, 16)
     floats_per_row = _round_up(problem.head_dim, lanes) + 2
+    steps = [Step(config, problem.batch * problem.heads_kv * splits)]
+    if splits > 1:
+        steps.append(_query_step("reduce_grad_query", problem, target))
     return Plan(
-        steps=(
-            Step(config, problem.batch * problem.heads_kv * splits),
-            _query_step("reduce_grad_query", problem, target),
-        ),
+        steps=tuple(steps),
         splits=splits,
         workspace_rows=rows,
         workspace_floats=splits * problem.batch * problem.heads_q * rows * floats_per_row,

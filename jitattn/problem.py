@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import Literal
 
 __all__ = ["DTYPES", "Direction", "Problem"]
 
@@ -11,19 +11,12 @@ Direction = Literal["forward", "backward"]
 DTYPES = ("float32", "bfloat16", "float16")
 
 
-def _compiled() -> Any:
-    """A field that the kernel's text depends on."""
-    return field(metadata={"kind": "compiled"})
-
-
-def _planned() -> Any:
-    """A field that may choose among a handful of tile shapes, and is otherwise a run-time argument."""
-    return field(metadata={"kind": "planned"})
-
-
-def _runtime() -> Any:
-    """A field that reaches the kernel as an argument: another value compiles nothing."""
-    return field(metadata={"kind": "runtime"})
+# The kernel's text depends on the field.
+_COMPILED = {"kind": "compiled"}
+# The field may choose among a handful of tile shapes, and is otherwise a run-time argument.
+_PLANNED = {"kind": "planned"}
+# The field reaches the kernel as an argument: another value compiles nothing.
+_RUNTIME = {"kind": "runtime"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,18 +28,18 @@ class Problem:
     right ones. Strides and pointers belong to a launch and are not part of a problem.
     """
 
-    direction: Direction = _compiled()
-    dtype: str = _compiled()
-    head_dim: int = _compiled()
-    head_dim_v: int = _compiled()
-    causal: bool = _compiled()
-    seq_q: int = _planned()
-    seq_kv: int = _planned()
-    batch: int = _planned()
-    heads_q: int = _planned()
-    heads_kv: int = _planned()
-    diagonal: int = _runtime()
-    scale: float = _runtime()
+    direction: Direction = field(metadata=_COMPILED)
+    dtype: str = field(metadata=_COMPILED)
+    head_dim: int = field(metadata=_COMPILED)
+    head_dim_v: int = field(metadata=_COMPILED)
+    causal: bool = field(metadata=_COMPILED)
+    seq_q: int = field(metadata=_PLANNED)
+    seq_kv: int = field(metadata=_PLANNED)
+    batch: int = field(metadata=_PLANNED)
+    heads_q: int = field(metadata=_PLANNED)
+    heads_kv: int = field(metadata=_PLANNED)
+    diagonal: int = field(metadata=_RUNTIME)
+    scale: float = field(metadata=_RUNTIME)
 
     def __str__(self) -> str:
         dims = f"{self.head_dim}" if self.head_dim == self.head_dim_v else f"{self.head_dim}/{self.head_dim_v}"

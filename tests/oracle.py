@@ -103,10 +103,14 @@ def exact(inputs: Inputs, problem: Problem) -> tuple[dict[str, Tensor], dict[str
         "dk": _sum_group(_norm(size_dscores.mT, q).square(), heads_kv).sqrt() * abs(problem.scale),
         "dv": _sum_group(_norm(size_weights.mT, dout).square(), heads_kv).sqrt(),
     }
-    # A float32 sum of n terms, in order, loses about sqrt(n) / 4 units of its terms' magnitude. FLOOR covers few terms.
-    for names, terms in ((("out", "dq"), k.shape[2]), (("dk", "dv"), q.shape[2] * group)):
+    # A float32 sum of n terms, in order, loses about sqrt(n) / 4 units of their magnitude, and n / 4 units of itself
+    # if the terms are all equal, since then each addition errs the same way. FLOOR covers few terms.
+    coarse = min(single.eps / limits.eps, 1.0)
+    for names, terms in ((("out", "dq"), max(k.shape[2], 1)), (("dk", "dv"), max(q.shape[2] * group, 1))):
         for name in names:
-            size[name] = size[name] * (1 + math.sqrt(terms) / 16 * min(single.eps / limits.eps, 1.0))
+            total = value[name].abs()
+            equal = (total / (size[name] * math.sqrt(terms)).clamp_min(limits.tiny)).clamp_max(1.0)
+            size[name] = size[name] + coarse * (math.sqrt(terms) / 16 * size[name] + terms / 8 * equal * total)
     finite = {name: x.masked_fill(x.isinf(), 0.0) for name, x in value.items()}
     return value, {name: torch.hypot(finite[name], size[name]).clamp_min(limits.tiny) for name in NAMES}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -272,6 +273,23 @@ def test_fake_tensors(dtype: torch.dtype) -> None:
     assert len(real[0].stride()) == 4 and real[1].stride() == lse.stride()
     for grad, leaf in zip(grads, leaves, strict=True):
         assert grad.shape == leaf.shape and grad.dtype == dtype
+
+
+@pytest.mark.parametrize("causal", ["none", "top_left", "bottom_right"])
+@pytest.mark.parametrize("layout", ["bhsd", "bshd", "padded"])
+def test_operators_keep_torchs_rules(causal: str, layout: str) -> None:
+    """Schema, fakes, autograd registration and dynamic AOT dispatch, by torch's own checks of a custom operator."""
+    case = Case(heads_kv=1, seq_q=9, seq_kv=12, layouts=cases.all_layouts(layout))
+    inputs = make_inputs(case)
+    importlib.import_module("jitattn.ops")  # which registers them
+    operators = torch.ops.jitattn
+    for needs in (True, False):
+        q, k, v = (x.detach().requires_grad_(needs) for x in (inputs.q, inputs.k, inputs.v))
+        torch.library.opcheck(operators.attention.default, (q, k, v, 0.25, causal))
+    out, lse = operators.attention(inputs.q, inputs.k, inputs.v, None, causal)
+    for dlse in (inputs.dlse, None):
+        arguments = (inputs.dout, dlse, inputs.q, inputs.k, inputs.v, out, lse, None, causal)
+        torch.library.opcheck(operators.attention_backward.default, arguments)
 
 
 def test_export() -> None:

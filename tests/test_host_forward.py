@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 import jitattn
+from jitattn import target
 from jitattn.errors import JitattnError, Unsupported
 from tests import cases, oracle
 from tests.cases import Case, make_inputs
@@ -160,9 +161,9 @@ def test_keys_of_minus_infinity_are_as_if_absent(dtype: torch.dtype) -> None:
     inputs.k[:, :, 250, 0] = -math.inf
     kept = [n for n in range(200, 300) if n != 250]
     out, lse = jitattn.attention(inputs.q, inputs.k, inputs.v, return_lse=True)
-    expected = jitattn.attention(inputs.q, inputs.k[:, :, kept], inputs.v[:, :, kept], return_lse=True)
-    torch.testing.assert_close(out, expected[0])
-    torch.testing.assert_close(lse, expected[1])
+    without = replace(inputs, k=inputs.k[:, :, kept], v=inputs.v[:, :, kept])
+    expected = oracle.expect(without, oracle.Problem(0.125, None), backward=False)
+    oracle.check_all({"out": out, "lse": lse}, expected, ("out", "lse"))
 
 
 # Threads.
@@ -188,19 +189,19 @@ def test_one_torch_thread_uses_one_core() -> None:
 
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="needs two cores")
 @pytest.mark.parametrize("shape", [(1, 8, 1024, 64), (1, 1, 4096, 64)], ids=str)
-def test_two_torch_threads_use_two_cores(shape: tuple[int, ...]) -> None:
-    """One head alone keeps both busy too."""
+def test_two_torch_threads_share_the_work(shape: tuple[int, ...]) -> None:
+    """One head alone keeps both busy too. Counted in processor time, so that other work does not matter."""
     x = torch.randn(shape)
     torch.set_num_threads(2)
     jitattn.attention(x, x, x)
 
-    def cores() -> float:
-        wall, cpu = time.perf_counter(), time.process_time()
+    def elsewhere() -> float:
+        here, everywhere = time.thread_time(), time.process_time()
         for _ in range(3):
             jitattn.attention(x, x, x)
-        return (time.process_time() - cpu) / (time.perf_counter() - wall)
+        return 1 - (time.thread_time() - here) / (time.process_time() - everywhere)
 
-    assert max(cores() for _ in range(8)) > 1.3  # the best of several: other work may hold the second core
+    assert max(elsewhere() for _ in range(5)) > 0.25
 
 
 def _in_threads(count: int, work: Callable[[int], None]) -> None:
@@ -248,6 +249,24 @@ def test_threads_that_need_the_same_new_kernel_compile_it_once() -> None:
     assert all(torch.equal(out, outs[0]) for out in outs)
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_child_computes_too(run_python: Callable[..., str]) -> None:
+    """Data-loader workers are forked; the parent's threads and locks do not exist in them."""
+    script = (
+        "import os, torch, jitattn\n"
+        "torch.set_num_threads(2)\n"
+        "x = torch.randn(1, 4, 300, 64)\n"
+        "out = jitattn.attention(x, x, x)\n"
+        "child = os.fork()\n"
+        "if child == 0:\n"
+        "    again = jitattn.attention(x, x, x)\n"
+        "    causal = jitattn.attention(x, x, x, causal=True)\n"
+        "    os._exit(0 if torch.equal(again, out) and causal.isfinite().all() else 3)\n"
+        "print('child ended with', os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
+    )
+    assert "child ended with 0" in run_python(script)
+
+
 def test_calls_do_not_keep_memory() -> None:
     x = torch.randn(1, 2, 64, 64)
     resource = pytest.importorskip("resource")
@@ -264,16 +283,21 @@ def test_calls_do_not_keep_memory() -> None:
 
 
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="an x86 instruction set")
-@pytest.mark.parametrize("isa", ["x86-64", "x86-64-v3"])
-def test_other_instruction_sets(isa: str, run_python: Callable[..., str]) -> None:
+@pytest.mark.parametrize("isa", ["x86-64", "x86-64-v3", "x86-64-v4"])
+def test_other_instruction_sets(isa: str, run_python: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JITATTN_HOST_ISA", isa)
+    try:
+        target.host()
+    except JitattnError as error:
+        pytest.skip(str(error))
     script = (
         "import jitattn\n"
+        "from jitattn import target\n"
         "from tests import cases, oracle\n"
-        "for case in cases.SMOKE: oracle.verify(case, jitattn.attention)\n"
-        "print('compiled', jitattn.stats()['compiled'])\n"
+        "for case in cases.SMOKE[:5]: oracle.verify(case, jitattn.attention)\n"
+        "print(target.host())\n"
     )
-    printed = run_python(script, JITATTN_HOST_ISA=isa)
-    assert "compiled" in printed
+    assert f"host:{isa}\n" in run_python(script, JITATTN_HOST_ISA=isa)
 
 
 # Errors: every one is raised before anything is compiled, and says what to do instead.
@@ -328,8 +352,6 @@ BAD_CALLS = {
     "dtype of v": (_shape(1, 4, 8, 16), _shape(1, 4, 8, 16), _shape(1, 4, 8, 16).bfloat16()),
     "device of k": (_shape(1, 4, 8, 16), _shape(1, 4, 8, 16, device="meta"), _shape(1, 4, 8, 16)),
     "no head dim": (_shape(1, 4, 8, 0), _shape(1, 4, 8, 0), _shape(1, 4, 8, 16)),
-    "not tensors": ([[1.0]], [[1.0]], [[1.0]]),
-    "sparse": (_shape(1, 4, 8, 16).to_sparse(), _shape(1, 4, 8, 16), _shape(1, 4, 8, 16)),
 }
 
 

@@ -18,10 +18,11 @@ ROWS = (
     {"settings"},
     {"artifact", "config", "mods", "params", "problem", "target"},
     {"plan", "progress", "runtime", "source", "store", "toolchain"},
-    {"pipeline"},
+    {"cache", "pipeline"},
     {"launch", "reference"},
     {"ops"},
     {"api"},
+    {"service"},
     {"bench", "compat", "demo", "doctor"},
     {"cli"},
     {"__init__", "__main__"},
@@ -50,21 +51,22 @@ def imported(path: Path) -> Iterator[tuple[str, ...]]:
 
 
 def edges(path: Path) -> Iterator[str]:
-    """The modules of ROWS that a file imports. The package itself stands for its public names, which are api's."""
+    """The modules of ROWS that a file imports. The package itself stands for the highest of its public names."""
     for name in imported(path):
         if name[0] == "jitattn":
-            yield name[1] if len(name) > 1 and name[1] in ROW else "api"
+            yield name[1] if len(name) > 1 and name[1] in ROW else "service"
 
 
 def test_every_module_has_a_row() -> None:
-    assert set(modules().values()) <= set(ROW), "a new module: give it a row in ROWS"
+    assert not set(modules().values()) - set(ROW), "a new module: give it a row in ROWS"
 
 
 @pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_imports_go_down(path: Path) -> None:
     importer = modules()[path]
-    wrong = {name for name in edges(path) if name != importer and ROW[name] >= ROW[importer]}
-    assert not wrong, f"{importer} is in row {ROW[importer]}: " + ", ".join(f"{name} in {ROW[name]}" for name in wrong)
+    row = ROW.get(importer, len(ROWS))
+    wrong = {name for name in edges(path) if name != importer and ROW[name] >= row}
+    assert not wrong, f"{importer} is in row {row}: " + ", ".join(f"{name} in {ROW[name]}" for name in wrong)
 
 
 def test_low_rows_know_no_tensors_and_no_gpu() -> None:

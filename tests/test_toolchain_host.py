@@ -263,6 +263,26 @@ def test_the_users_choice_may_have_arguments(monkeypatch: pytest.MonkeyPatch, to
 
 
 @LINUX
+def test_the_users_choice_may_be_a_relative_path(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tools: HostToolchain
+) -> None:
+    (tmp_path / "my compiler").write_text(f'#!/bin/sh\nexec {shlex.join(tools.compiler.program)} "$@"\n')
+    (tmp_path / "my compiler").chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    if tools.compiler.kind == "zig":
+        pytest.skip("zig is known by its name")
+    monkeypatch.setenv("JITATTN_CXX", "'./my compiler' -DANSWER=3")
+    assert answers(host.find().compile(ANSWER, ()).data) == 3
+
+
+@pytest.mark.parametrize("cxx", ["'unbalanced", " "])
+def test_a_choice_that_is_no_command_line(monkeypatch: pytest.MonkeyPatch, cxx: str) -> None:
+    monkeypatch.setenv("JITATTN_CXX", cxx)
+    with pytest.raises(ToolchainMissing, match="JITATTN_CXX="):
+        host.find()
+
+
+@LINUX
 def test_a_wrapper_before_the_compiler(tools: HostToolchain) -> None:
     compiler = host.probe(["env", "ANSWER=1", *tools.compiler.program, "-DANSWER=7"])
     assert compiler.version == tools.compiler.version and compiler.options == ("-DANSWER=7",)

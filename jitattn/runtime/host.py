@@ -21,22 +21,24 @@ from . import team
 
 __all__ = ["Loaded", "load"]
 
-_QUEUE = struct.Struct("=3q")  # kernel_src/arch/host/launch.h: blocks taken, blocks done, blocks in all
+# kernel_src/arch/host/launch.h: blocks taken, done and in all; workers, their memory and its stride.
+_JOB = struct.Struct("=6q")
 
 
 class Loaded:
     """A kernel that can be launched. Any number of threads may launch it at once."""
 
-    __slots__ = ("_library", "_memory_bytes", "_run")
+    __slots__ = ("_library", "_memory_stride", "_wait", "_work", "_work_address")
 
     def __init__(self, binary: bytes) -> None:
         self._library = load(binary)
-        size = self._library.jitattn_memory
-        size.restype = ctypes.c_int64
-        self._memory_bytes = size()
-        self._run = self._library.jitattn_run
-        self._run.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32)
-        self._run.restype = None
+        memory = self._library.jitattn_memory
+        memory.restype = ctypes.c_int64
+        self._memory_stride = -(-memory() // team.ALIGNMENT) * team.ALIGNMENT
+        self._work, self._wait = self._library.jitattn_work, self._library.jitattn_wait
+        for function in (self._work, self._wait):
+            function.argtypes, function.restype = (ctypes.c_void_p,), None
+        self._work_address = ctypes.cast(self._work, ctypes.c_void_p).value or 0
 
     def launch(self, blocks: int, constants: bytes, pointers: bytes, threads: int) -> None:
         """Run all blocks on up to `threads` threads, this one among them, and return when they are done.
@@ -45,16 +47,22 @@ class Loaded:
         """
         if blocks == 0:
             return
-        job = bytearray(b"".join((_QUEUE.pack(0, 0, blocks), pointers, constants)))
+        workers = min(threads, blocks)
+        memory = team.scratch(workers * self._memory_stride)
+        job = bytearray(_JOB.pack(0, 0, blocks, 0, memory, self._memory_stride) + pointers + constants)
         address = ctypes.addressof(ctypes.c_char.from_buffer(job))
-        helpers = min(threads, blocks) - 1
-        if helpers > 0:
-            # A helper that comes late finds no block left and touches nothing but the job, which it keeps alive.
-            team.call(helpers, self._work, (job, address, 0))
-        self._run(address, team.scratch(self._memory_bytes), 1)
+        if workers == 1:
+            self._work(address)
+        elif team.openmp is not None:
+            team.openmp(self._work_address, address, workers, 0)
+        else:
+            team.call(workers - 1, self._help, (job, address))
+            self._work(address)
+            self._wait(address)
 
-    def _work(self, job: bytearray, address: int, wait: int) -> None:
-        self._run(address, team.scratch(self._memory_bytes), wait)
+    def _help(self, job: bytearray, address: int) -> None:
+        """A helper's part. Coming late it finds no block left and touches nothing but the job, which it keeps alive."""
+        self._work(address)
 
 
 def load(binary: bytes) -> ctypes.CDLL:

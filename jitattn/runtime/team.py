@@ -1,26 +1,30 @@
-"""Threads that help with host kernels, and each thread's scratch memory.
+"""Threads that share a host kernel's blocks, and their scratch memory.
 
-They are Python threads that spend their time inside kernels, where the interpreter's lock is released, or blocked in
-a queue. There is no OpenMP run-time, so nothing that another library does with one can disturb or be disturbed.
+torch's own threads are taken where they can be had: between two of torch's parallel operations they spin on their cores
+for milliseconds, so threads of ours would have to share those cores with them. They are reached through the OpenMP
+run-time that torch has brought into the process; kernels contain no OpenMP and need none. Elsewhere, and in a forked
+child, where OpenMP's threads are gone, the blocks are shared by Python threads, which spend their time inside kernels,
+where the interpreter's lock is released.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import sys
 import threading
 from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any
 
-__all__ = ["call", "scratch"]
+__all__ = ["ALIGNMENT", "call", "openmp", "scratch"]
 
-_ALIGNMENT = 64
+ALIGNMENT = 64
 
 
 class _Scratch(threading.local):
-    """One buffer a thread, as large as its largest kernel asked for: kernels do not live on thread stacks, whose
-    size varies between systems, and do not pay for fresh pages at every call."""
+    """One buffer for each launching thread, as large as its largest launch asked for: kernels do not live on thread
+    stacks, whose size varies between systems, and do not pay for fresh pages at every call."""
 
     size = 0
     address = 0
@@ -31,14 +35,32 @@ _scratch = _Scratch()
 
 
 def scratch(size: int) -> int:
-    """The address of at least `size` aligned bytes that are this thread's own until it asks again."""
+    """The address of at least `size` aligned bytes that serve this thread's launches until it asks again."""
     if _scratch.size < size:
-        _scratch.buffer = (ctypes.c_char * (size + _ALIGNMENT))()
+        _scratch.buffer = (ctypes.c_char * (size + ALIGNMENT))()
         start = ctypes.addressof(_scratch.buffer)
-        _scratch.address = start + -start % _ALIGNMENT
+        _scratch.address = start + -start % ALIGNMENT
         _scratch.size = size
     return _scratch.address
 
+
+def _find_openmp() -> Callable[[int, int, int, int], None] | None:
+    """GOMP_parallel(function, argument, threads, flags) of the OpenMP run-time in this process, if there is one.
+
+    It is the entry point that GCC's compiled code calls; LLVM's and Intel's run-times have it too.
+    """
+    if sys.platform == "win32":
+        return None
+    try:
+        parallel = ctypes.CDLL(None).GOMP_parallel
+    except (OSError, AttributeError):
+        return None
+    parallel.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+    parallel.restype = None
+    return parallel
+
+
+openmp = _find_openmp()
 
 _calls: SimpleQueue[tuple[Callable[..., None], tuple[Any, ...]]] = SimpleQueue()
 _size = 0
@@ -69,8 +91,8 @@ def _help(calls: SimpleQueue[tuple[Callable[..., None], tuple[Any, ...]]]) -> No
 
 
 def _forget_after_fork() -> None:
-    """A forked child has none of the helper threads."""
-    global _calls, _size, _growing
+    global openmp, _calls, _size, _growing
+    openmp = None
     _calls, _size, _growing = SimpleQueue(), 0, threading.Lock()
 
 

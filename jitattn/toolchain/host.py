@@ -163,8 +163,7 @@ def survey(cxx: str | None = None) -> Iterator[Compiler | str]:
     """Each place where a compiler may be, best first: the compiler, or one line saying why there is none.
     With `cxx` (JITATTN_CXX's text) there is one place: what a user chose is not silently replaced."""
     if cxx is not None:
-        words = shlex.split(cxx, posix=os.name != "nt")
-        yield _looked_at(f"JITATTN_CXX={cxx!r}", words)
+        yield _looked_at(f"JITATTN_CXX={cxx!r}", _words(cxx))
         return
     for name in _NAMES:
         path = shutil.which(name)
@@ -172,6 +171,15 @@ def survey(cxx: str | None = None) -> Iterator[Compiler | str]:
     spec = importlib.util.find_spec("ziglang")  # a folder that holds a program: nothing in it is imported
     zig = Path(spec.origin or "").with_name("zig.exe" if os.name == "nt" else "zig") if spec else None
     yield _looked_at("ziglang", [str(zig), "cc"] if zig and zig.is_file() else [])
+
+
+def _words(cxx: str) -> list[str]:
+    if os.name == "nt":  # a backslash is a part of a path there
+        return [word.strip('"') for word in shlex.split(cxx, posix=False)]
+    try:
+        return shlex.split(cxx)
+    except ValueError:  # a quotation mark without its other half
+        return [cxx]
 
 
 def _looked_at(name: str, words: Sequence[str]) -> Compiler | str:
@@ -191,7 +199,9 @@ def probe(words: Sequence[str]) -> Compiler:
     # The compiler's own options begin at the first dash, but for that of "python -m ziglang cc".
     dashes = [i for i, word in enumerate(words) if i and word.startswith("-") and word != "-m"]
     first = dashes[0] if dashes else len(words)
-    program, options = tuple(words[:first]), tuple(words[first:])
+    # A relative path would be looked for in the folder of each compile.
+    path = os.path.abspath(words[0]) if os.path.dirname(words[0]) else words[0]
+    program, options = (path, *words[1:first]), tuple(words[first:])
     compiler = _asked(program, options)
     if compiler.major < _OLDEST[compiler.kind]:
         raise ToolchainMissing(f"{compiler.version} is older than {compiler.kind} {_OLDEST[compiler.kind]}")
@@ -288,7 +298,7 @@ def _spelled(flags: tuple[str, ...], compiler: Compiler) -> tuple[str, ...]:
 def _zig_folders(folder: Path) -> dict[str, str]:
     """Zig keeps every result for ever in one folder and the few libraries that it builds in another: only the
     second is worth keeping."""
-    kept = settings.current().cache_dir / "zig"
+    kept = settings.current().cache_dir.absolute() / "zig"
     try:
         kept.mkdir(parents=True, exist_ok=True)
     except OSError:

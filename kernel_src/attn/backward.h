@@ -1,10 +1,12 @@
 // Backward attention. With S = scale Q K^T, P = exp(S - LSE), dP = dO V^T and delta = sum(dO * O) - dLSE:
 //   dV = P^T dO,  dS = P * (dP - delta),  dK = scale dS^T Q,  dQ = scale dS K   (Dao 2023, algorithm 2).
-// One run of keys keeps dK and dV at hand and walks over the query rows; its share of dQ goes to the workspace and is
-// summed over the runs in a fixed order by reduce.h, so the result is the same bits every time.
+// One run of keys keeps dK and dV at hand and walks over the query rows; its share of dQ goes to the workspace. Where
+// there are several runs, a kernel of its own then sums the shares in a fixed order, so the bits are the same every
+// time.
 #pragma once
 #include "attn/layout.h"
 #include "attn/mask.h"
+#include "attn/reduce.h"
 #include "attn/schedule.h"
 #include "attn/workspace.h"
 #include "tile.h"
@@ -52,6 +54,8 @@ struct Backward {
       memory.grad_v.store_rows(rows_view(p.grad_v, b, p.grad_v_batch, h, p.grad_v_head, key, p.grad_v_row, 1), keys,
                                1.0f);
     }
+    if (p.splits == 1)
+      for (i64 h = head; h < head + group; ++h) reduce_grad_query<C>(range.batch, h, 0, p.seq_q, p);
   }
 
  private:
@@ -74,7 +78,8 @@ struct Backward {
   static METHOD void add_panel(Memory& m, KeyRange const& range, i64 head, i64 row, i64 key, i32 tile_keys,
                                Mask<C, P> const& mask, P const& p) {
     const i32 rows = (i32)base::least<i64>(C::panel, p.seq_q - row);
-    // As far as the rows see, in whole blocks: beyond, the sums over rows would meet scores that no mask was applied to.
+    // As far as the rows see, in whole blocks: beyond, the sums over rows would meet scores that no mask was applied
+    // to.
     const i64 visible = base::least<i64>(tile_keys, mask.keys_end(row, rows) - key);
     const i32 keys = base::least(tile_keys, base::round_up((i32)visible, arch::key_block));
     const i64 b = range.batch;
@@ -93,19 +98,25 @@ struct Backward {
     for (i32 i = 0; i < statistics.slots; ++i) statistics.slot[i] = {lse.slot[i], delta.slot[i]};
 
     arch::dot(m.weights, m.query, rows, m.keys, keys);
+    arch::dot(m.gradients, m.grad_out, rows, m.values, keys);
     const float scale = p.scale * base::log2_e;
+    // Scores -> probabilities, and gradients of probabilities -> gradients of scores.
+    const auto differentiate = [&](auto& s, arch::Value probability, arch::Value& x, arch::Value& gradient) {
+      x = probability;
+      gradient = probability * (gradient - s.delta);
+    };
     if (mask.whole(row, key + keys)) {
-      m.weights.each(statistics, [&](auto& s, auto, auto, arch::Value& x) { x = arch::exp2(x * scale - s.lse); });
+      m.weights.each_with(m.gradients, statistics, [&](auto& s, auto, auto, arch::Value& x, arch::Value& gradient) {
+        differentiate(s, arch::exp2(x * scale - s.lse), x, gradient);
+      });
     } else {
       const i32 limit = mask.limit(row, key);
-      m.weights.each(statistics, [&](auto& s, auto r, auto c, arch::Value& x) {
-        x = arch::select(c - r <= limit, arch::exp2(x * scale - s.lse), arch::splat(0.0f));
+      m.weights.each_with(m.gradients, statistics, [&](auto& s, auto r, auto c, arch::Value& x, arch::Value& gradient) {
+        const arch::Value probability = arch::exp2(x * scale - s.lse);
+        differentiate(s, arch::select(c - r <= limit, probability, arch::splat(0.0f)), x, gradient);
       });
     }
     arch::sum_over_rows(m.grad_v.at, m.weights, rows, m.grad_out_summed);
-    arch::dot(m.gradients, m.grad_out, rows, m.values, keys);
-    m.gradients.each_with(m.weights, statistics,
-                          [](auto& s, auto, auto, arch::Value& x, arch::Value weight) { x = weight * (x - s.delta); });
     arch::sum_over_rows(m.grad_k.at, m.gradients, rows, m.query_summed);
     arch::sum_over_keys(w.grad_q + row * w.ld, m.gradients, rows, m.keys_summed);
   }

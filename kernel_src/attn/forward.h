@@ -1,5 +1,6 @@
 // Forward attention: out = softmax(scale Q K^T) V and the log of each row's softmax denominator (LSE).
-// One block of query rows walks over the tiles of keys (FlashAttention-2's order). Names no architecture: see README.md.
+// One block of query rows walks over the tiles of keys (FlashAttention-2's order). Names no architecture: see
+// README.md.
 #pragma once
 #include "attn/layout.h"
 #include "attn/mask.h"
@@ -71,16 +72,16 @@ struct Forward {
     };
     const auto factor = mask.whole(first, keys_end) ? panel.softmax.update(memory.scores, scaled)
                                                     : panel.softmax.update(memory.scores, masked);
-    panel.out.scale_rows(factor, rows);
-    arch::sum_over_keys(panel.out.at, memory.scores, rows, memory.values);
+    arch::sum_over_keys(panel.out.at, factor, memory.scores, rows, memory.values);
   }
 
   static METHOD void finish_panel(Panel& panel, i32 i, QueryBlock const& b, P const& p) {
     const i64 first = b.first + i * C::panel;
     const i32 rows = panel_rows(b, i);
     arch::PerRow<C, arch::Value> lse;
-    panel.out.scale_rows(panel.softmax.finish(lse), rows);
-    panel.out.store_rows(rows_view(p.out, b.batch, p.out_batch, b.head, p.out_head, first, p.out_row, 1), rows, 1.0f);
+    const auto inverse = panel.softmax.finish(lse);
+    panel.out.store_rows(rows_view(p.out, b.batch, p.out_batch, b.head, p.out_head, first, p.out_row, 1), rows,
+                         inverse);
     arch::store_per_row(p.lse + (b.batch * p.heads_q + b.head) * p.seq_q + first, lse, rows);
   }
 };

@@ -14,8 +14,8 @@ struct RowsView {
 };
 
 template <class T>
-FN RowsView<T> rows_view(T* base, i64 batch, i64 batch_stride, i64 head, i64 head_stride, i64 row,
-                                i64 row_stride, i64 step) {
+FN RowsView<T> rows_view(T* base, i64 batch, i64 batch_stride, i64 head, i64 head_stride, i64 row, i64 row_stride,
+                         i64 step) {
   return {base + batch * batch_stride + head * head_stride + row * row_stride, row_stride, step};
 }
 

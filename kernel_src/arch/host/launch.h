@@ -13,6 +13,9 @@ namespace arch {
 template <class Params>
 struct Job {
   i64 next, done, blocks;
+  i64 workers;  // that have come so far; each takes its own part of the memory
+  char* memory;
+  i64 memory_stride;
   Params params;
 };
 
@@ -28,23 +31,26 @@ FN void relax(i32 turn) {
 #endif
 }
 
-// `wait`: return only when the blocks that other threads took are done as well.
 template <class Kernel, class Params>
-FN void drain(Job<Params>& job, void* memory, i32 wait) {
-  auto& own = *static_cast<typename Kernel::Memory*>(memory);
+FN void work(Job<Params>& job) {
+  const i64 worker = __atomic_fetch_add(&job.workers, 1, __ATOMIC_RELAXED);
+  // A worker that comes after the last block has been taken may find the memory gone; it does not look at it.
+  auto* memory = reinterpret_cast<typename Kernel::Memory*>(job.memory + worker * job.memory_stride);
   for (i64 block; (block = __atomic_fetch_add(&job.next, 1, __ATOMIC_RELAXED)) < job.blocks;) {
-    Kernel::run(block, own, job.params);
+    Kernel::run(block, *memory, job.params);
     __atomic_fetch_add(&job.done, 1, __ATOMIC_RELEASE);
   }
-  if (!wait) return;
+}
+
+template <class Params>
+FN void wait(Job<Params>& job) {
   for (i32 turn = 0; __atomic_load_n(&job.done, __ATOMIC_ACQUIRE) < job.blocks; turn += turn < 2000) relax(turn);
 }
 
 }  // namespace arch
 
 // The exported functions of a kernel.
-#define JITATTN_ENTRY(Algorithm, Params)                                           \
-  KERNEL i64 jitattn_memory() { return sizeof(Algorithm::Memory); }                \
-  KERNEL void jitattn_run(void* job, void* memory, i32 wait) {                     \
-    arch::drain<Algorithm>(*static_cast<arch::Job<Params>*>(job), memory, wait);   \
-  }
+#define JITATTN_ENTRY(Algorithm, Params)                                                                \
+  KERNEL i64 jitattn_memory() { return sizeof(Algorithm::Memory); }                                     \
+  KERNEL void jitattn_work(void* job) { arch::work<Algorithm>(*static_cast<arch::Job<Params>*>(job)); } \
+  KERNEL void jitattn_wait(void* job) { arch::wait(*static_cast<arch::Job<Params>*>(job)); }

@@ -1,5 +1,6 @@
-// Rows of a tensor in memory -> operands of a product, in scratch memory: contiguous, zero beyond the tensor's rows
-// and head dim (so that no NaN or garbage from there can reach a sum), converted to words.
+// Rows of a tensor in memory -> operands of a product: contiguous, converted to words, zero beyond the tensor's rows
+// and head dim (so that no NaN or garbage from there can reach a sum). Rows that are all that already are used in
+// place, everything else is copied to scratch memory.
 #pragma once
 #include "product.h"
 #include "attn/layout.h"
@@ -28,18 +29,41 @@ FN typename Op::Vector row_words(const T* row, i64 step, i32 w) {
   }
 }
 
+template <class A, class B>
+constexpr bool is_same = false;
+template <class A>
+constexpr bool is_same<A, A> = true;
+
+// Whether rows of `size` elements in memory are the words of `Op` as they stand.
+template <class Op, i32 size, class T>
+constexpr bool are_words =
+    Op::per_word == 1 ? is_same<T, float> && size % lanes == 0 : is_same<T, bf16> && size % (2 * lanes) == 0;
+
+template <i32 size, class T>
+FN bool is_packed(attn::RowsView<T> source) {
+  return source.step == 1 && source.stride == size && (unsigned long long)source.data % (4 * lanes) == 0;
+}
+
 // Rows contracted along their elements; the side whose words are broadcast. [rows][words]
 template <class Op, i32 capacity, i32 size>
 struct BroadcastRows {
+  using Word = typename Op::Word;
   static constexpr i32 depth = base::ceil_div(size, Op::per_word);
   static constexpr i32 ld = base::round_up(depth, lanes);
-  alignas(64) typename Op::Word words[base::round_up(capacity, block_rows) * ld];
+  alignas(64) Word copy[base::round_up(capacity, block_rows) * ld];
+  const Word* words;
 
   template <class T>
   METHOD void load_rows(attn::RowsView<T> source, i32 count) {
+    if constexpr (are_words<Op, size, T>)
+      if (is_packed<size>(source) && count % block_rows == 0) {
+        words = (const Word*)source.data;
+        return;
+      }
+    words = copy;
     for (i32 i = 0; i < base::round_up(count, block_rows); ++i)
       for (i32 w = 0; w < ld; w += lanes)
-        *(typename Op::Vector*)(words + i * ld + w) =
+        *(typename Op::Vector*)(copy + i * ld + w) =
             i < count ? row_words<Op, size>(source.row(i), source.step, w) : typename Op::Vector{};
   }
 };
@@ -69,28 +93,40 @@ struct VectorRows {
 // Rows contracted over the rows themselves (they are summed with weights). [rows / per_word][elements]
 template <class Op, i32 capacity, i32 size>
 struct SummedRows {
+  using Word = typename Op::Word;
   static constexpr i32 vectors = base::ceil_div(size, lanes);
   static constexpr i32 ld = vectors * lanes;
-  alignas(64) typename Op::Word words[base::ceil_div(capacity, Op::per_word) * ld];
+  alignas(64) Word copy[base::ceil_div(capacity, Op::per_word) * ld];
+  const Word* words;
 
   template <class T>
   METHOD void load_rows(attn::RowsView<T> source, i32 count) {
-    if constexpr (Op::per_word == 1) {
+    if constexpr (Op::per_word == 1 && are_words<Op, size, T>)
+      if (is_packed<size>(source)) {
+        words = source.data;
+        return;
+      }
+    words = copy;
+    if constexpr (Op::per_word == 1)
       for (i32 i = 0; i < count; ++i)
         for (i32 w = 0; w < ld; w += lanes)
-          *(Value*)(words + i * ld + w) = row_words<Op, size>(source.row(i), source.step, w);
-    } else {
-      using Order = typename Range<lanes>::type;
+          *(Value*)(copy + i * ld + w) = row_words<Op, size>(source.row(i), source.step, w);
+    else
       for (i32 i = 0; i < count; i += 2)
-        for (i32 w = 0; w < base::ceil_div(size, 2); w += lanes) {
-          const Bits upper = row_words<Op, size>(source.row(i), source.step, w);
-          const Bits lower = i + 1 < count ? row_words<Op, size>(source.row(i + 1), source.step, w) : Bits{};
-          const Bits even = (upper & 0xffffu) | lower << 16, odd = upper >> 16 | (lower & 0xffff0000u);
-          u32* to = words + i / 2 * ld + 2 * w;
-          *(Bits*)to = interleave_low(even, odd, Order{});
-          if (2 * w + lanes < ld) *(Bits*)(to + lanes) = interleave_high(even, odd, Order{});
-        }
-    }
+        for (i32 w = 0; w < base::ceil_div(size, 2); w += lanes) load_pair(source, i, count, w);
+  }
+
+ private:
+  // Words w .. w + lanes - 1 of rows i and i + 1 -> twice as many words, each of one column's two elements.
+  template <class T>
+  METHOD void load_pair(attn::RowsView<T> source, i32 i, i32 count, i32 w) {
+    using Order = typename Range<lanes>::type;
+    const Bits upper = row_words<Op, size>(source.row(i), source.step, w);
+    const Bits lower = i + 1 < count ? row_words<Op, size>(source.row(i + 1), source.step, w) : Bits{};
+    const Bits even = (upper & 0xffffu) | lower << 16, odd = upper >> 16 | (lower & 0xffff0000u);
+    Word* to = copy + i / 2 * ld + 2 * w;
+    *(Bits*)to = interleave_low(even, odd, Order{});
+    if (2 * w + lanes < ld) *(Bits*)(to + lanes) = interleave_high(even, odd, Order{});
   }
 };
 

@@ -6,11 +6,21 @@
 
 namespace arch {
 
+// Whether there are 32 vector registers (AVX-512, NEON) or 16 (AVX2, SSE).
+#if defined(__AVX512F__) || defined(__aarch64__)
+constexpr bool wide = true;
+#else
+constexpr bool wide = false;
+#endif
+
+// What a product multiplies, and the shape (`rows` x `vectors`) of the block of sums that it keeps in registers: the
+// shapes that measured fastest of those that fit (docs/benchmarks/host.md).
 template <class T, bool bf16_dot>
 struct Operand {  // float32 words, whatever the tensor's type
   using Word = float;
   using Vector = Value;
   static constexpr i32 per_word = 1;
+  static constexpr i32 rows = wide ? 6 : 6, vectors = 4;
   static METHOD Vector broadcast(Word x) { return splat(x); }
   static METHOD Value multiply_add(Value sum, Vector a, Vector b) { return sum + a * b; }
 };
@@ -20,6 +30,7 @@ struct Operand<bf16, true> {
   using Word = u32;
   using Vector = Bits;
   static constexpr i32 per_word = 2;
+  static constexpr i32 rows = 6, vectors = 4;
   static METHOD Vector broadcast(Word x) { return x - Bits{}; }
   static METHOD Value multiply_add(Value sum, Vector a, Vector b) {
 #if defined(__AVX512BF16__)
@@ -29,16 +40,22 @@ struct Operand<bf16, true> {
   }
 };
 
-// c[rows][vectors * lanes] (+)= a b, with `depth` words along the contraction. a holds row i's word w at
+// What the sums in memory start from: nothing, themselves, or themselves times a factor for each row.
+enum class Start { zero, same, scaled };
+
+// c[rows][vectors * lanes] = start + a b, with `depth` words along the contraction. a holds row i's word w at
 // a[i * lda + w], or, transposed, at a[w * lda + i]; b holds word w of column j at b[w * ldb + j].
-template <class Op, i32 rows, i32 vectors, bool a_transposed>
+template <class Op, i32 rows, i32 vectors, bool a_transposed, Start start>
 LEAF void product_block(float* c, i64 ldc, const typename Op::Word* a, i64 lda, const typename Op::Word* b, i64 ldb,
-                        i32 depth, bool add) {
+                        i32 depth, const float* factor) {
   Value sum[rows][vectors];
 #pragma GCC unroll 16
   for (i32 i = 0; i < rows; ++i)
 #pragma GCC unroll 4
-    for (i32 j = 0; j < vectors; ++j) sum[i][j] = add ? *(const Value*)(c + i * ldc + j * lanes) : Value{};
+    for (i32 j = 0; j < vectors; ++j) {
+      sum[i][j] = start == Start::zero ? Value{} : *(const Value*)(c + i * ldc + j * lanes);
+      if constexpr (start == Start::scaled) sum[i][j] *= factor[i];
+    }
   for (i32 w = 0; w < depth; ++w) {
     typename Op::Vector column[vectors];
 #pragma GCC unroll 4
@@ -56,40 +73,43 @@ LEAF void product_block(float* c, i64 ldc, const typename Op::Word* a, i64 lda, 
     for (i32 j = 0; j < vectors; ++j) *(Value*)(c + i * ldc + j * lanes) = sum[i][j];
 }
 
-// Registers: 6 x 4 sums of 32 vector registers (AVX-512, NEON), 6 x 2 of 16 (AVX2, SSE).
-constexpr i32 block_rows = 6;
-#if defined(__AVX512F__) || defined(__aarch64__)
-constexpr i32 block_vectors = 4;
-#else
-constexpr i32 block_vectors = 2;
-#endif
+constexpr i32 block_rows = 6;  // rows that are not transposed come in whole blocks of this many
 
-template <class Op, i32 vectors, bool a_transposed>
+template <i32 n>
+struct Count {
+  static constexpr i32 value = n;
+};
+
+template <class Op, i32 vectors, bool a_transposed, Start start>
 FN void product_column(float* c, i64 ldc, const typename Op::Word* a, i64 lda, const typename Op::Word* b, i64 ldb,
-                       i32 rows, i32 depth, bool add) {
-  const i64 step = a_transposed ? 1 : lda;
+                       i32 rows, i32 depth, const float* factor) {
   i32 i = 0;
-  for (; i + block_rows <= rows; i += block_rows)
-    product_block<Op, block_rows, vectors, a_transposed>(c + i * ldc, ldc, a + i * step, lda, b, ldb, depth, add);
-  if constexpr (a_transposed)  // the other side is padded to whole blocks
-    for (; i < rows; i += 2)
-      product_block<Op, 2, vectors, a_transposed>(c + i * ldc, ldc, a + i * step, lda, b, ldb, depth, add);
+  const auto blocks = [&](auto height) {
+    for (; i + height.value <= rows; i += height.value)
+      product_block<Op, height.value, vectors, a_transposed, start>(c + i * ldc, ldc, a + i * (a_transposed ? 1 : lda),
+                                                                    lda, b, ldb, depth, factor + i);
+  };
+  blocks(Count<Op::rows>{});
+  if constexpr (Op::rows > block_rows) blocks(Count<block_rows>{});
+  if constexpr (a_transposed) blocks(Count<2>{});  // rows come in pairs there
 }
 
 // The whole product, `vectors` wide: known when compiled, or else (0) given as `width`.
-template <class Op, i32 vectors, bool a_transposed>
+template <class Op, i32 vectors, bool a_transposed, Start start>
 FN void product(float* c, i64 ldc, const typename Op::Word* a, i64 lda, const typename Op::Word* b, i64 ldb, i32 rows,
-                i32 width, i32 depth, bool add) {
+                i32 width, i32 depth, const float* factor = nullptr) {
   i32 j = 0;
-  if constexpr (vectors == 0 || vectors >= block_vectors)
-    for (; j + block_vectors <= (vectors ? vectors : width); j += block_vectors)
-      product_column<Op, block_vectors, a_transposed>(c + j * lanes, ldc, a, lda, b + j * lanes, ldb, rows, depth, add);
+  const auto column = [&](auto wide) {
+    product_column<Op, wide.value, a_transposed, start>(c + j * lanes, ldc, a, lda, b + j * lanes, ldb, rows, depth,
+                                                        factor);
+    j += wide.value;
+  };
+  if constexpr (vectors == 0 || vectors >= Op::vectors)
+    while (j + Op::vectors <= (vectors ? vectors : width)) column(Count<Op::vectors>{});
   if constexpr (vectors == 0)
-    for (; j < width; ++j)
-      product_column<Op, 1, a_transposed>(c + j * lanes, ldc, a, lda, b + j * lanes, ldb, rows, depth, add);
-  else if constexpr (vectors % block_vectors != 0)
-    product_column<Op, vectors % block_vectors, a_transposed>(c + j * lanes, ldc, a, lda, b + j * lanes, ldb, rows,
-                                                              depth, add);
+    while (j < width) column(Count<1>{});
+  else if constexpr (vectors % Op::vectors != 0)
+    column(Count<vectors % Op::vectors>{});
 }
 
 }  // namespace arch

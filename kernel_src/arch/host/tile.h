@@ -43,17 +43,17 @@ struct Scores {
   template <class T, class F>
   METHOD void each(PerRow<C, T>& statistics, F f) {
     each_with(*this, statistics,
-              [&](T& statistic, Index row, i32 column, Value& x, Value) { f(statistic, row, column, x); });
+              [&](T& statistic, Index row, i32 column, Value& x, Value&) { f(statistic, row, column, x); });
   }
   // f(statistic, row, column, this score, other score)
   template <class T, class F>
-  METHOD void each_with(Scores const& other, PerRow<C, T>& statistics, F f) {
+  METHOD void each_with(Scores& other, PerRow<C, T>& statistics, F f) {
     i32 j = 0;
     for (; j + 4 <= slots; j += 4) walk<4>(j, other, statistics, f);
     for (; j < slots; ++j) walk<1>(j, other, statistics, f);
   }
 
-  METHOD Value row(i32 n, i32 j) const { return *(const Value*)(at + n * ld + j * lanes); }
+  METHOD Value& at_slot(i32 n, i32 j) { return *(Value*)(at + n * ld + j * lanes); }
   // As the operand of a sum over keys (words pair two keys) or over query rows (words pair two rows).
   METHOD const typename Op<C>::Word* paired_by_key() {
     if constexpr (Op<C>::per_word == 1) {
@@ -61,7 +61,8 @@ struct Scores {
     } else {
       for (i32 n = 0; n < keys; n += 2)
         for (i32 j = 0; j < slots; ++j)
-          *(Bits*)(pairs + n / 2 * ld + j * lanes) = narrow_pairs(row(n, j), n + 1 < keys ? row(n + 1, j) : Value{});
+          *(Bits*)(pairs + n / 2 * ld + j * lanes) =
+              narrow_pairs(at_slot(n, j), n + 1 < keys ? at_slot(n + 1, j) : Value{});
       return pairs;
     }
   }
@@ -71,7 +72,8 @@ struct Scores {
     } else {
       for (i32 n = 0; n < keys; ++n)
         for (i32 j = 0; j < slots; j += 2)
-          *(Bits*)(pairs + n * (ld / 2) + j / 2 * lanes) = narrow_both(row(n, j), j + 1 < slots ? row(n, j + 1) : Value{});
+          *(Bits*)(pairs + n * (ld / 2) + j / 2 * lanes) =
+              narrow_both(at_slot(n, j), j + 1 < slots ? at_slot(n, j + 1) : Value{});
       return pairs;
     }
   }
@@ -79,7 +81,7 @@ struct Scores {
  private:
   // `count` slots side by side: their statistics stay in registers, and memory is read in order.
   template <i32 count, class T, class F>
-  METHOD void walk(i32 first, Scores const& other, PerRow<C, T>& statistics, F& f) {
+  METHOD void walk(i32 first, Scores& other, PerRow<C, T>& statistics, F& f) {
     T statistic[count];
     Index rows[count];
 #pragma GCC unroll 4
@@ -89,8 +91,7 @@ struct Scores {
     }
     for (i32 n = 0; n < keys; ++n)
 #pragma GCC unroll 4
-      for (i32 j = 0; j < count; ++j)
-        f(statistic[j], rows[j], n, *(Value*)(at + n * ld + (first + j) * lanes), other.row(n, first + j));
+      for (i32 j = 0; j < count; ++j) f(statistic[j], rows[j], n, at_slot(n, first + j), other.at_slot(n, first + j));
 #pragma GCC unroll 4
     for (i32 j = 0; j < count; ++j) statistics.slot[first + j] = statistic[j];
   }
@@ -122,13 +123,9 @@ struct Sums {
   alignas(64) float at[base::round_up(capacity, block_rows) * ld];
 
   METHOD void clear() { arch::clear(at, sizeof at / sizeof *at); }
-  template <class C>
-  METHOD void scale_rows(PerRow<C, Value> const& factor, i32 count) {
-    for (i32 i = 0; i < count; ++i) {
-      const float by = ((const float*)&factor)[i];
-      if (by == 1.0f) continue;  // most rows, once their maximum has settled
-      for (i32 j = 0; j < ld; j += lanes) *(Value*)(at + i * ld + j) *= by;
-    }
+  template <class T, class C>
+  METHOD void store_rows(attn::RowsView<T> to, i32 count, PerRow<C, Value> const& factor) const {
+    for (i32 i = 0; i < count; ++i) store_row<size>(to.row(i), to.step, at + i * ld, ((const float*)&factor)[i]);
   }
   template <class T>
   METHOD void store_rows(attn::RowsView<T> to, i32 count, float factor) const {
@@ -141,23 +138,31 @@ template <class C, class Panel, class Tile>
 FN void dot(Scores<C>& scores, Panel const& panel, i32 rows, Tile const& tile, i32 keys) {
   scores.keys = keys;
   scores.slots = base::ceil_div(rows, lanes);
-  product<Op<C>, 0, false>(scores.at, scores.ld, tile.words, tile.ld, panel.words, panel.ld,
-                           base::round_up(keys, block_rows), scores.slots, Tile::depth, false);
+  product<Op<C>, 0, false, Start::zero>(scores.at, scores.ld, tile.words, tile.ld, panel.words, panel.ld,
+                                        base::round_up(keys, block_rows), scores.slots, Tile::depth);
 }
 
 // sums[row] += sum over keys of weights[row][key] tile[key]
 template <class C, class Tile>
 FN void sum_over_keys(float* sums, Scores<C>& weights, i32 rows, Tile const& tile) {
-  product<Op<C>, Tile::vectors, true>(sums, Tile::ld, weights.paired_by_key(), weights.ld, tile.words, tile.ld,
-                                      base::round_up(rows, 2), 0, base::ceil_div(weights.keys, Op<C>::per_word), true);
+  product<Op<C>, Tile::vectors, true, Start::same>(sums, Tile::ld, weights.paired_by_key(), weights.ld, tile.words,
+                                                   tile.ld, base::round_up(rows, 2), 0,
+                                                   base::ceil_div(weights.keys, Op<C>::per_word));
+}
+// The same, after sums[row] *= factor[row].
+template <class C, class Tile>
+FN void sum_over_keys(float* sums, PerRow<C, Value> const& factor, Scores<C>& weights, i32 rows, Tile const& tile) {
+  product<Op<C>, Tile::vectors, true, Start::scaled>(
+      sums, Tile::ld, weights.paired_by_key(), weights.ld, tile.words, tile.ld, base::round_up(rows, 2), 0,
+      base::ceil_div(weights.keys, Op<C>::per_word), (const float*)&factor);
 }
 
 // sums[key] += sum over query rows of weights[row][key] panel[row]
 template <class C, class Tile>
 FN void sum_over_rows(float* sums, Scores<C>& weights, i32 rows, Tile const& panel) {
-  product<Op<C>, Tile::vectors, false>(sums, Tile::ld, weights.paired_by_row(), weights.ld / Op<C>::per_word, panel.words,
-                                       panel.ld, base::round_up(weights.keys, block_rows), 0,
-                                       base::ceil_div(rows, Op<C>::per_word), true);
+  product<Op<C>, Tile::vectors, false, Start::same>(
+      sums, Tile::ld, weights.paired_by_row(), weights.ld / Op<C>::per_word, panel.words, panel.ld,
+      base::round_up(weights.keys, block_rows), 0, base::ceil_div(rows, Op<C>::per_word));
 }
 
 // to[row] = sum over elements of a[row] b[row]
@@ -165,10 +170,11 @@ template <i32 size, class A, class B>
 FN void row_products(float* to, attn::RowsView<A> a, attn::RowsView<B> b, i64 rows) {
   for (i64 i = 0; i < rows; ++i) {
     Value sum = {};
-    for (i32 d = 0; d < size; d += lanes) sum += row_floats<size>(a.row(i), a.step, d) * row_floats<size>(b.row(i), b.step, d);
-    float total = 0;
-    for (i32 l = 0; l < lanes; ++l) total += sum[l];
-    to[i] = total;
+    for (i32 d = 0; d < size; d += lanes)
+      sum += row_floats<size>(a.row(i), a.step, d) * row_floats<size>(b.row(i), b.step, d);
+    for (i32 half = lanes / 2; half > 0; half /= 2)
+      for (i32 l = 0; l < half; ++l) sum[l] += sum[l + half];
+    to[i] = sum[0];
   }
 }
 
