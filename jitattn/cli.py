@@ -75,6 +75,7 @@ def _demo_options(options: argparse.ArgumentParser) -> None:
     )
     options.add_argument("--context", type=_positive, metavar="N", help="characters a window (default: 512, 1024)")
     options.add_argument("--batch", type=_positive, metavar="N", help="windows a step (default: 2, 16)")
+    options.add_argument("--minutes", type=float, help="of training at most (default: 4)")
     options.add_argument("--seed", type=int, default=0, help="of the weights and the batches")
     options.add_argument(
         "--dtype",
@@ -90,7 +91,7 @@ def demo(arguments: argparse.Namespace) -> int:
     from . import demo as work
     from . import doctor
 
-    asked = {name: getattr(arguments, name) for name in ("steps", "context", "batch", "seed", "dtype")}
+    asked = {name: getattr(arguments, name) for name in ("steps", "context", "batch", "seed", "dtype", "minutes")}
     plan = work.plan_for(arguments.device or _default_device(), **asked)
     return work.run(plan, arguments.out, doctor.machine())
 

@@ -48,6 +48,7 @@ class Plan:
     heads: int
     head_dim: int = 64
     seed: int = 0
+    minutes: float = 4.0  # training stops early after so long
     learning_rate: float = 1.5e-3
 
 
@@ -295,13 +296,19 @@ def train(plan: Plan, text: Text, lanes: list[Lane]) -> None:
             for i in range(len(lanes)):
                 lanes[(turn + i) % len(lanes)].take(plan, step, batches)
             bar.update(len(batches))
-            done = step + len(batches)
-            if done >= due or done == plan.steps:
+            done, seconds = step + len(batches), time.perf_counter() - start
+            late = seconds > 60 * plan.minutes
+            if done >= due or done == plan.steps or late:
                 due = done + max(1, plan.steps // ROWS)
                 so_far = Agreement.of(*(lane.losses for lane in lanes))
                 curves = f"{lanes[0].losses[-1]:9.4f} {lanes[1].losses[-1]:9.4f}"
                 bounds = f"{so_far.difference[-1]:11.1e} {so_far.allowed[-1]:9.1e}"
-                bar.write(f"{done:6} {curves} {bounds} {time.perf_counter() - start:8.1f}")
+                bar.write(f"{done:6} {curves} {bounds} {seconds:8.1f}")
+            if late and done < plan.steps:
+                bar.write(
+                    f"stopped after {plan.minutes:g} minutes: this machine is slow or busy (--minutes allows more)"
+                )
+                break
 
 
 def synchronise(plan: Plan) -> None:

@@ -151,15 +151,14 @@ class _Backward:
             "q": q.stride(), "k": k.stride(), "v": v.stride(), "out": out.stride(), "grad_out": grad_out.stride(),
             "grad_q": _contiguous(q.shape), "grad_k": _contiguous(k.shape), "grad_v": _contiguous(v.shape),
         }  # fmt: skip
-        extra = {"splits": plan.splits, "workspace_rows": plan.workspace_rows}
-        self.constants = params.BACKWARD.constants(_values(problem, strides) | extra)
-        self.workspace_floats = plan.workspace_floats
+        self.constants = params.BACKWARD.constants(_values(problem, strides) | {"splits": plan.splits})
+        self.workspace_bytes = self.ready.kernels[0].loaded.workspace_bytes(bytes(_BACKWARD_POINTERS.size) + self.constants)
 
     def __call__(
         self, grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         grad_q, grad_k, grad_v = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-        workspace = torch.empty(self.workspace_floats, dtype=torch.float32, device=q.device)
+        workspace = torch.empty(self.workspace_bytes, dtype=torch.uint8, device=q.device)
         if grad_lse is not None:
             grad_lse = grad_lse.contiguous()
         pointers = _BACKWARD_POINTERS.pack(

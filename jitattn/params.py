@@ -66,13 +66,13 @@ FORWARD = Table(
     integers=(*_strides("q"), *_strides("k"), *_strides("v"), *_strides("out", unit_last=True), *_SIZES),
 )
 
-# `workspace` is laid out by kernel_src/attn/workspace.h; `grad_lse` may be null.
+# `grad_lse` may be null, and so may `workspace` where there is one split; kernel_src/attn/partial.h lays it out.
 BACKWARD = Table(
     element_pointers=("q", "k", "v", "out", "grad_out", "grad_q", "grad_k", "grad_v"),
     float_pointers=("lse", "grad_lse", "workspace"),
     integers=(
         *_strides("q"), *_strides("k"), *_strides("v"), *_strides("out", unit_last=True), *_strides("grad_out"),
         *_strides("grad_q", unit_last=True), *_strides("grad_k", unit_last=True), *_strides("grad_v", unit_last=True),
-        *_SIZES, "splits", "workspace_rows",
+        *_SIZES, "splits",
     ),
 )  # fmt: skip

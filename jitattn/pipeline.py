@@ -30,6 +30,10 @@ __all__ = ["Kernel", "Ready", "prefetch", "resolve", "resolve_all", "stats"]
 class Loaded(Protocol):
     """What a runtime makes of a binary."""
 
+    def workspace_bytes(self, parameters: bytes) -> int:
+        """Bytes of workspace that a problem (params.Table) wants; its pointers do not matter."""
+        ...
+
     def launch(self, blocks: int, constants: bytes, pointers: bytes, threads: int) -> None:
         """Run all blocks with these parameters (params.Table); later work on the tensors sees the result."""
         ...

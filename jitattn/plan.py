@@ -37,9 +37,6 @@ class Plan:
     steps: tuple[Step, ...]
     splits: int = 1
     """Backward: runs that the keys are cut into, each with its own partial dQ."""
-    workspace_rows: int = 0
-    """Backward: rows of one head's partial dQ; see kernel_src/attn/workspace.h."""
-    workspace_floats: int = 0
 
 
 @functools.lru_cache(maxsize=4096)
@@ -53,19 +50,10 @@ def make_plan(problem: Problem, target: Target) -> Plan:
 def _plan_backward(problem: Problem, target: Target) -> Plan:
     config = _config("backward", problem, target, _row("backward", problem, target)["block_m"][0])
     splits = _splits(problem.batch * problem.heads_kv, _ceil_div(problem.seq_kv, config.block_n), target.units)
-    lanes = target.vector_bytes // 4
-    # A panel is rounded up to an even number of rows; whole cache lines keep every head's part aligned.
-    rows = _round_up(problem.seq_q + 2, 16)
-    floats_per_row = _round_up(problem.head_dim, lanes) + 2
     steps = [Step(config, problem.batch * problem.heads_kv * splits)]
     if splits > 1:
         steps.append(_query_step("reduce_grad_query", problem, target))
-    return Plan(
-        steps=tuple(steps),
-        splits=splits,
-        workspace_rows=rows,
-        workspace_floats=splits * problem.batch * problem.heads_q * rows * floats_per_row,
-    )
+    return Plan(tuple(steps), splits)
 
 
 def _splits(heads: int, tiles: int, units: int) -> int:
@@ -93,16 +81,25 @@ def _config(kernel: KernelName, problem: Problem, target: Target, block_m: int) 
         head_dim_v=problem.head_dim_v if sees_keys else problem.head_dim,
         causal=problem.causal and sees_keys,
         block_m=block_m,
-        block_n=row["block_n"],
+        block_n=_block_n(row["block_n"], problem.seq_kv),
         panel=row["panel"],
         bf16_dot=target.bf16_dot and problem.dtype == "bfloat16",
     )
 
 
+def _block_n(candidates: list[int], seq_kv: int) -> int:
+    """The largest tile that cuts the keys into several: under a mask, parts of tiles are lost work."""
+    return next((n for n in candidates if seq_kv >= 4 * n), candidates[-1])
+
+
 def _row(kernel: KernelName, problem: Problem, target: Target) -> dict[str, Any]:
     widest = max(problem.head_dim, problem.head_dim_v)
-    rows = _table(target.vendor)[kernel]
-    return next(row for row in rows if row["max_head_dim"] is None or widest <= row["max_head_dim"])
+    return next(
+        row
+        for row in _table(target.vendor)[kernel]
+        if (row["max_head_dim"] is None or widest <= row["max_head_dim"])
+        and row.get("causal", problem.causal) == problem.causal
+    )
 
 
 @functools.cache
@@ -113,6 +110,3 @@ def _table(name: str) -> dict[str, Any]:
 def _ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
-
-def _round_up(a: int, b: int) -> int:
-    return _ceil_div(a, b) * b

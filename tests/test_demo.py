@@ -117,6 +117,13 @@ def test_lanes_start_equal_and_see_the_same_batches() -> None:
     assert text.split + plan.context < len(text.ids)
 
 
+def test_a_slow_machine_stops_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "write_text", lambda *_: "")
+    assert cli.main(["demo", "--steps", "50", "--minutes", "0", *SMALL, "--out", str(tmp_path)]) == 0
+    losses = json.loads((tmp_path / "run.json").read_text())["losses"]
+    assert [len(losses[name]) for name in demo.ATTENTIONS] == [demo.BLOCK] * 3
+
+
 def test_without_matplotlib_the_numbers_are_still_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

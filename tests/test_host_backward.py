@@ -166,6 +166,18 @@ def test_a_changed_tensor_is_an_error_or_does_not_matter(which: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
 
 
+def test_gradients_that_negate_lazily() -> None:
+    """torch keeps the sign of such a view as a bit beside the memory."""
+    q, k, v = _leaves(make_inputs(Case(seq_q=20, seq_kv=20)))
+    out, lse = jitattn.attention(q, k, v, return_lse=True)
+    dout = torch.randn(out.shape, dtype=torch.complex64).conj().imag
+    dlse = torch.randn(lse.shape, dtype=torch.complex64).conj().imag
+    assert dout.is_neg() and dlse.is_neg()
+    expected = torch.autograd.grad((out, lse), (q, k, v), (dout.clone(), dlse.clone()), retain_graph=True)
+    got = torch.autograd.grad((out, lse), (q, k, v), (dout, dlse))
+    assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
+
+
 def test_many_python_threads_at_once() -> None:
     from tests.test_host_forward import _in_threads
 

@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from .. import settings
 from ..errors import JitattnError
@@ -21,24 +22,26 @@ from . import team
 
 __all__ = ["Loaded", "load"]
 
-# kernel_src/arch/host/launch.h: blocks taken, done and in all; workers, their memory and its stride.
+# kernel_src/arch/host/launch.h: blocks taken, done and in all; workers, their memory, bytes for each.
 _JOB = struct.Struct("=6q")
 
 
 class Loaded:
     """A kernel that can be launched. Any number of threads may launch it at once."""
 
-    __slots__ = ("_library", "_memory_stride", "_wait", "_work", "_work_address")
+    __slots__ = ("_library", "_wait", "_work", "_work_address", "_worker_bytes", "_workspace_bytes")
 
     def __init__(self, binary: bytes) -> None:
-        self._library = load(binary)
-        memory = self._library.jitattn_memory
-        memory.restype = ctypes.c_int64
-        self._memory_stride = -(-memory() // team.ALIGNMENT) * team.ALIGNMENT
-        self._work, self._wait = self._library.jitattn_work, self._library.jitattn_wait
-        for function in (self._work, self._wait):
-            function.argtypes, function.restype = (ctypes.c_void_p,), None
+        self._library = library = load(binary)
+        self._worker_bytes = _function(library.jitattn_worker_bytes, ctypes.c_int64, ctypes.c_char_p)
+        self._workspace_bytes = _function(library.jitattn_workspace_bytes, ctypes.c_int64, ctypes.c_char_p)
+        self._work = _function(library.jitattn_work, None, ctypes.c_void_p)
+        self._wait = _function(library.jitattn_wait, None, ctypes.c_void_p)
         self._work_address = ctypes.cast(self._work, ctypes.c_void_p).value or 0
+
+    def workspace_bytes(self, parameters: bytes) -> int:
+        """Bytes of workspace that a problem wants; its pointers do not matter."""
+        return self._workspace_bytes(parameters)
 
     def launch(self, blocks: int, constants: bytes, pointers: bytes, threads: int) -> None:
         """Run all blocks on up to `threads` threads, this one among them, and return when they are done.
@@ -48,8 +51,10 @@ class Loaded:
         if blocks == 0:
             return
         workers = min(threads, blocks)
-        memory = team.scratch(workers * self._memory_stride)
-        job = bytearray(_JOB.pack(0, 0, blocks, 0, memory, self._memory_stride) + pointers + constants)
+        parameters = pointers + constants
+        worker_bytes = -(-self._worker_bytes(parameters) // team.ALIGNMENT) * team.ALIGNMENT
+        memory = team.scratch(workers * worker_bytes)
+        job = bytearray(_JOB.pack(0, 0, blocks, 0, memory.address, worker_bytes) + parameters)
         address = ctypes.addressof(ctypes.c_char.from_buffer(job))
         if workers == 1:
             self._work(address)
@@ -63,6 +68,11 @@ class Loaded:
     def _help(self, job: bytearray, address: int) -> None:
         """A helper's part. Coming late it finds no block left and touches nothing but the job, which it keeps alive."""
         self._work(address)
+
+
+def _function(function: Any, result: Any, *arguments: Any) -> Any:
+    function.restype, function.argtypes = result, arguments
+    return function
 
 
 def load(binary: bytes) -> ctypes.CDLL:

@@ -17,31 +17,41 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any
 
-__all__ = ["ALIGNMENT", "call", "openmp", "scratch"]
+__all__ = ["ALIGNMENT", "Scratch", "call", "openmp", "scratch"]
 
 ALIGNMENT = 64
 
 
-class _Scratch(threading.local):
-    """One buffer for each launching thread, as large as its largest launch asked for: kernels do not live on thread
-    stacks, whose size varies between systems, and do not pay for fresh pages at every call."""
-
-    size = 0
-    address = 0
-    buffer: Any = None
+_KEPT_BYTES = 64 << 20  # scratch beyond this is given back after the launch
 
 
-_scratch = _Scratch()
+class Scratch:
+    """Memory of a launch."""
+
+    __slots__ = ("address", "buffer", "size")
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.buffer = (ctypes.c_char * (size + ALIGNMENT))()
+        start = ctypes.addressof(self.buffer)
+        self.address = start + -start % ALIGNMENT
 
 
-def scratch(size: int) -> int:
-    """The address of at least `size` aligned bytes that serve this thread's launches until it asks again."""
-    if _scratch.size < size:
-        _scratch.buffer = (ctypes.c_char * (size + ALIGNMENT))()
-        start = ctypes.addressof(_scratch.buffer)
-        _scratch.address = start + -start % ALIGNMENT
-        _scratch.size = size
-    return _scratch.address
+_own = threading.local()
+
+
+def scratch(size: int) -> Scratch:
+    """At least `size` aligned bytes that serve this thread's launches until it asks again.
+
+    Each launching thread has one buffer, as large as its largest launch asked for: kernels do not live on thread
+    stacks, whose size varies between systems, and do not pay for fresh pages at every call.
+    """
+    found: Scratch | None = getattr(_own, "scratch", None)
+    if found is None or found.size < size:
+        found = Scratch(size)
+        if size <= _KEPT_BYTES:
+            _own.scratch = found
+    return found
 
 
 def _find_openmp() -> Callable[[int, int, int, int], None] | None:

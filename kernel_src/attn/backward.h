@@ -6,36 +6,49 @@
 #pragma once
 #include "attn/layout.h"
 #include "attn/mask.h"
-#include "attn/reduce.h"
+#include "attn/partial.h"
 #include "attn/schedule.h"
-#include "attn/workspace.h"
 #include "tile.h"
 
 namespace attn {
 
 template <class C, class P>
 struct Backward {
+  using Partial = PartialGradQuery<C, P>;
+
   struct RowStatistic {
-    arch::Value lse, delta;
+    arch::Value lse, delta;  // the LSE in base 2
+  };
+  // A panel of query rows in every form that the products take.
+  struct Panel {
+    arch::QueryPanel<C> query;
+    arch::GradOutPanel<C> grad_out;
+    arch::SummedTile<C, C::panel, C::head_dim> query_summed;
+    arch::SummedTile<C, C::panel, C::head_dim_v> grad_out_summed;
+    arch::PerRow<C, RowStatistic> statistics;
   };
   struct Memory {
     arch::KeyTile<C> keys;
     arch::ValueTile<C> values;
     arch::SummedTile<C, C::block_n, C::head_dim> keys_summed;
-    arch::QueryPanel<C> query;
-    arch::GradOutPanel<C> grad_out;
-    arch::SummedTile<C, C::panel, C::head_dim> query_summed;
-    arch::SummedTile<C, C::panel, C::head_dim_v> grad_out_summed;
     arch::Scores<C> weights, gradients;
     arch::Sums<C::block_n, C::head_dim> grad_k;
     arch::Sums<C::block_n, C::head_dim_v> grad_v;
   };
 
+  // Beyond its Memory a worker has, for each query head of a group, the kept panels and (unless shared) dQ.
+  static METHOD i64 panels(P const& p) { return (p.seq_q + C::panel - 1) / C::panel; }
+  static METHOD i64 head_bytes(P const& p) {
+    return panels(p) * arch::Kept<Panel>::bytes + Partial::floats(p) * (i64)sizeof(float);
+  }
+  static METHOD i64 worker_bytes(P const& p) { return p.heads_q / p.heads_kv * head_bytes(p); }
+  static METHOD i64 workspace_bytes(P const& p) { return Partial::shared_bytes(p); }
+
   static METHOD void run(i64 block, Memory& memory, P const& p) {
     const KeyRange range = key_range<C>(block, p);
     const Mask<C, P> mask(p);
-    const i64 group = p.heads_q / p.heads_kv, head = range.head_kv * group;
-    for (i64 h = head; h < head + group; ++h) prepare(range, h, p);
+    const i64 group = p.heads_q / p.heads_kv;
+    for (i64 i = 0; i < group; ++i) prepare(head_at(memory, range, i, p), range, p);
     for (i64 key = range.first; key < range.end; key += C::block_n) {
       const i32 keys = (i32)base::least<i64>(C::block_n, range.end - key);
       const auto k = rows_view(p.k, range.batch, p.k_batch, range.head_kv, p.k_head, key, p.k_row, p.k_dim);
@@ -45,80 +58,107 @@ struct Backward {
       memory.values.load_rows(v, keys);
       memory.grad_k.clear();
       memory.grad_v.clear();
-      for (i64 h = head; h < head + group; ++h)
-        for (i64 row = mask.rows_begin(key); row < p.seq_q; row += C::panel)
-          add_panel(memory, range, h, row, key, keys, mask, p);
+      for (i64 i = 0; i < group; ++i)
+        for (i64 row = mask.rows_begin(key) / C::panel * C::panel; row < p.seq_q; row += C::panel)
+          add_panel(memory, head_at(memory, range, i, p), range, row, key, keys, mask, p);
       const i64 b = range.batch, h = range.head_kv;
       memory.grad_k.store_rows(rows_view(p.grad_k, b, p.grad_k_batch, h, p.grad_k_head, key, p.grad_k_row, 1), keys,
                                p.scale);
       memory.grad_v.store_rows(rows_view(p.grad_v, b, p.grad_v_batch, h, p.grad_v_head, key, p.grad_v_row, 1), keys,
                                1.0f);
     }
-    if (p.splits == 1)
-      for (i64 h = head; h < head + group; ++h) reduce_grad_query<C>(range.batch, h, 0, p.seq_q, p);
+    if (p.splits > 1) return;
+    for (i64 i = 0; i < group; ++i) {
+      const Head head = head_at(memory, range, i, p);
+      Partial::store(head.grad_q, range.batch, head.index, 0, p.seq_q, p);
+    }
   }
 
  private:
-  // Row numbers that every tile of keys needs, and a cleared dQ.
-  static METHOD void prepare(KeyRange const& range, i64 head, P const& p) {
-    const Workspace<C, P> w(p, range.split, range.batch, head);
-    const auto out = rows_view(p.out, range.batch, p.out_batch, head, p.out_head, 0, p.out_row, 1);
-    const auto grad_out =
-        rows_view(p.grad_out, range.batch, p.grad_out_batch, head, p.grad_out_head, 0, p.grad_out_row, p.grad_out_dim);
-    const i64 at = (range.batch * p.heads_q + head) * p.seq_q;
-    arch::row_products<C::head_dim_v>(w.delta, out, grad_out, p.seq_q);
-    for (i64 i = 0; i < p.seq_q; ++i) {
-      const float lse = p.lse[at + i];
-      w.lse[i] = lse == -base::infinity ? base::infinity : lse * base::log2_e;
-      if (p.grad_lse) w.delta[i] -= p.grad_lse[at + i];
-    }
-    arch::clear(w.grad_q, p.workspace_rows * w.ld);
+  struct Head {
+    i64 index;
+    arch::Kept<Panel> panels;
+    float* grad_q;
+  };
+
+  // Query head i of the group.
+  static METHOD Head head_at(Memory& memory, KeyRange const& range, i64 i, P const& p) {
+    const i64 index = range.head_kv * (p.heads_q / p.heads_kv) + i;
+    char* at = reinterpret_cast<char*>(&memory + 1) + i * head_bytes(p);
+    float* own = reinterpret_cast<float*>(at + panels(p) * arch::Kept<Panel>::bytes);
+    return {index, arch::Kept<Panel>(at), p.splits == 1 ? own : Partial::shared(p, range.split, range.batch, index)};
   }
 
-  static METHOD void add_panel(Memory& m, KeyRange const& range, i64 head, i64 row, i64 key, i32 tile_keys,
+  // A cleared dQ, and the panels that every tile of keys meets.
+  static METHOD void prepare(Head head, KeyRange const& range, P const& p) {
+    arch::clear(head.grad_q, Partial::floats(p));
+    for (i64 row = 0; row < p.seq_q; row += C::panel)
+      head.panels.keep(row / C::panel, [&](Panel& panel) { load_panel(panel, range.batch, head.index, row, p); });
+  }
+
+  static METHOD i32 panel_rows(i64 row, P const& p) { return (i32)base::least<i64>(C::panel, p.seq_q - row); }
+
+  static METHOD void load_panel(Panel& panel, i64 b, i64 head, i64 row, P const& p) {
+    const i32 rows = panel_rows(row, p);
+    const auto q = rows_view(p.q, b, p.q_batch, head, p.q_head, row, p.q_row, p.q_dim);
+    const auto out = rows_view(p.out, b, p.out_batch, head, p.out_head, row, p.out_row, 1);
+    const auto grad_out =
+        rows_view(p.grad_out, b, p.grad_out_batch, head, p.grad_out_head, row, p.grad_out_row, p.grad_out_dim);
+    panel.query.load_rows(q, rows);
+    panel.query_summed.load_rows(q, rows);
+    panel.grad_out.load_rows(grad_out, rows);
+    panel.grad_out_summed.load_rows(grad_out, rows);
+
+    const i64 at = (b * p.heads_q + head) * p.seq_q + row;
+    const auto lse = arch::load_per_row<C>(p.lse + at, rows, -base::infinity);
+    auto delta = arch::row_products<C, C::head_dim_v>(out, grad_out, rows);
+    if (p.grad_lse) {
+      const auto grad_lse = arch::load_per_row<C>(p.grad_lse + at, rows, 0.0f);
+      for (i32 i = 0; i < delta.slots; ++i) delta.slot[i] -= grad_lse.slot[i];
+    }
+    for (i32 i = 0; i < lse.slots; ++i) {
+      // Rows that saw nothing, and rows beyond the last, have an LSE of -inf: with +inf their probabilities vanish.
+      const auto saw_nothing = lse.slot[i] == -base::infinity;
+      panel.statistics.slot[i] = {arch::select(saw_nothing, arch::splat(base::infinity), lse.slot[i] * base::log2_e),
+                                  delta.slot[i]};
+    }
+  }
+
+  static METHOD void add_panel(Memory& m, Head head, KeyRange const& range, i64 row, i64 key, i32 tile_keys,
                                Mask<C, P> const& mask, P const& p) {
-    const i32 rows = (i32)base::least<i64>(C::panel, p.seq_q - row);
+    const i32 rows = panel_rows(row, p);
     // As far as the rows see, in whole blocks: beyond, the sums over rows would meet scores that no mask was applied
     // to.
     const i64 visible = base::least<i64>(tile_keys, mask.keys_end(row, rows) - key);
+    if (visible <= 0) return;
     const i32 keys = base::least(tile_keys, base::round_up((i32)visible, arch::key_block));
-    const i64 b = range.batch;
-    const auto q = rows_view(p.q, b, p.q_batch, head, p.q_head, row, p.q_row, p.q_dim);
-    const auto grad_out =
-        rows_view(p.grad_out, b, p.grad_out_batch, head, p.grad_out_head, row, p.grad_out_row, p.grad_out_dim);
-    m.query.load_rows(q, rows);
-    m.query_summed.load_rows(q, rows);
-    m.grad_out.load_rows(grad_out, rows);
-    m.grad_out_summed.load_rows(grad_out, rows);
+    Panel& panel =
+        head.panels.get(row / C::panel, [&](Panel& fresh) { load_panel(fresh, range.batch, head.index, row, p); });
 
-    const Workspace<C, P> w(p, range.split, b, head);
-    const auto lse = arch::load_per_row<C>(w.lse + row, rows, base::infinity);
-    const auto delta = arch::load_per_row<C>(w.delta + row, rows, 0.0f);
-    arch::PerRow<C, RowStatistic> statistics;
-    for (i32 i = 0; i < statistics.slots; ++i) statistics.slot[i] = {lse.slot[i], delta.slot[i]};
-
-    arch::dot(m.weights, m.query, rows, m.keys, keys);
-    arch::dot(m.gradients, m.grad_out, rows, m.values, keys);
+    arch::dot(m.weights, panel.query, rows, m.keys, keys);
+    arch::dot(m.gradients, panel.grad_out, rows, m.values, keys);
     const float scale = p.scale * base::log2_e;
     // Scores -> probabilities, and gradients of probabilities -> gradients of scores.
-    const auto differentiate = [&](auto& s, arch::Value probability, arch::Value& x, arch::Value& gradient) {
+    const auto differentiate = [](auto& s, arch::Value probability, arch::Value& x, arch::Value& gradient) {
       x = probability;
       gradient = probability * (gradient - s.delta);
     };
     if (mask.whole(row, key + keys)) {
-      m.weights.each_with(m.gradients, statistics, [&](auto& s, auto, auto, arch::Value& x, arch::Value& gradient) {
-        differentiate(s, arch::exp2(x * scale - s.lse), x, gradient);
-      });
+      m.weights.each_with(m.gradients, panel.statistics,
+                          [&](auto& s, auto, auto, arch::Value& x, arch::Value& gradient) {
+                            differentiate(s, arch::exp2(x * scale - s.lse), x, gradient);
+                          });
     } else {
       const i32 limit = mask.limit(row, key);
-      m.weights.each_with(m.gradients, statistics, [&](auto& s, auto r, auto c, arch::Value& x, arch::Value& gradient) {
-        const arch::Value probability = arch::exp2(x * scale - s.lse);
-        differentiate(s, arch::select(c - r <= limit, probability, arch::splat(0.0f)), x, gradient);
-      });
+      m.weights.each_with(m.gradients, panel.statistics,
+                          [&](auto& s, auto r, auto c, arch::Value& x, arch::Value& gradient) {
+                            const arch::Value probability = arch::exp2(x * scale - s.lse);
+                            differentiate(s, arch::select(c - r <= limit, probability, arch::splat(0.0f)), x, gradient);
+                          });
     }
-    arch::sum_over_rows(m.grad_v.at, m.weights, rows, m.grad_out_summed);
-    arch::sum_over_rows(m.grad_k.at, m.gradients, rows, m.query_summed);
-    arch::sum_over_keys(w.grad_q + row * w.ld, m.gradients, rows, m.keys_summed);
+    arch::sum_over_rows(m.grad_v.at, m.weights, rows, panel.grad_out_summed);
+    arch::sum_over_rows(m.grad_k.at, m.gradients, rows, panel.query_summed);
+    arch::sum_over_keys(head.grad_q + row * Partial::ld, m.gradients, rows, m.keys_summed);
   }
 };
 

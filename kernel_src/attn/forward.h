@@ -26,6 +26,9 @@ struct Forward {
     Panel panel[panels];
   };
 
+  static METHOD i64 worker_bytes(P const&) { return 0; }
+  static METHOD i64 workspace_bytes(P const&) { return 0; }
+
   static METHOD void run(i64 block, Memory& memory, P const& p) {
     const QueryBlock b = query_block<C>(block, p);
     const Mask<C, P> mask(p);
@@ -33,25 +36,26 @@ struct Forward {
     const i32 used = (i32)((b.rows + C::panel - 1) / C::panel);
     for (i32 i = 0; i < used; ++i) {
       Panel& panel = memory.panel[i];
-      panel.query.load_rows(shifted(q, i * C::panel), panel_rows(b, i));
+      panel.query.load_rows(q.from(i * C::panel), panel_rows(b, i));
       panel.out.clear();
       panel.softmax.start();
     }
     const i64 keys_end = mask.keys_end(b.first, b.rows);
     for (i64 key = 0; key < keys_end; key += C::block_n) {
       const i32 keys = (i32)base::least<i64>(C::block_n, keys_end - key);
-      memory.keys.load_rows(rows_view(p.k, b.batch, p.k_batch, b.head_kv, p.k_head, key, p.k_row, p.k_dim), keys);
-      memory.values.load_rows(rows_view(p.v, b.batch, p.v_batch, b.head_kv, p.v_head, key, p.v_row, p.v_dim), keys);
+      const auto k = rows_view(p.k, b.batch, p.k_batch, b.head_kv, p.k_head, key, p.k_row, p.k_dim);
+      const auto v = rows_view(p.v, b.batch, p.v_batch, b.head_kv, p.v_head, key, p.v_row, p.v_dim);
+      memory.keys.load_rows(k, keys);
+      memory.values.load_rows(v, keys);
+      const i64 following = base::least<i64>(C::block_n, keys_end - key - keys);
+      arch::expect_rows<C::head_dim>(k.from(keys), following);
+      arch::expect_rows<C::head_dim_v>(v.from(keys), following);
       for (i32 i = 0; i < used; ++i) add_tile(memory, i, b, mask, key, p);
     }
     for (i32 i = 0; i < used; ++i) finish_panel(memory.panel[i], i, b, p);
   }
 
  private:
-  template <class T>
-  static METHOD RowsView<T> shifted(RowsView<T> rows, i64 by) {
-    return {rows.row(by), rows.stride, rows.step};
-  }
   static METHOD i32 panel_rows(QueryBlock const& b, i32 i) {
     return (i32)base::least<i64>(C::panel, b.rows - i * C::panel);
   }

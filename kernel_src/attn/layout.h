@@ -11,6 +11,7 @@ struct RowsView {
   T* data;
   i64 stride, step;
   METHOD T* row(i64 i) const { return data + i * stride; }
+  METHOD RowsView from(i64 i) const { return {row(i), stride, step}; }
 };
 
 template <class T>

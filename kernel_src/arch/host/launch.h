@@ -15,7 +15,7 @@ struct Job {
   i64 next, done, blocks;
   i64 workers;  // that have come so far; each takes its own part of the memory
   char* memory;
-  i64 memory_stride;
+  i64 worker_bytes;
   Params params;
 };
 
@@ -35,7 +35,7 @@ template <class Kernel, class Params>
 FN void work(Job<Params>& job) {
   const i64 worker = __atomic_fetch_add(&job.workers, 1, __ATOMIC_RELAXED);
   // A worker that comes after the last block has been taken may find the memory gone; it does not look at it.
-  auto* memory = reinterpret_cast<typename Kernel::Memory*>(job.memory + worker * job.memory_stride);
+  auto* memory = reinterpret_cast<typename Kernel::Memory*>(job.memory + worker * job.worker_bytes);
   for (i64 block; (block = __atomic_fetch_add(&job.next, 1, __ATOMIC_RELAXED)) < job.blocks;) {
     Kernel::run(block, *memory, job.params);
     __atomic_fetch_add(&job.done, 1, __ATOMIC_RELEASE);
@@ -50,7 +50,10 @@ FN void wait(Job<Params>& job) {
 }  // namespace arch
 
 // The exported functions of a kernel.
-#define JITATTN_ENTRY(Algorithm, Params)                                                                \
-  KERNEL i64 jitattn_memory() { return sizeof(Algorithm::Memory); }                                     \
-  KERNEL void jitattn_work(void* job) { arch::work<Algorithm>(*static_cast<arch::Job<Params>*>(job)); } \
-  KERNEL void jitattn_wait(void* job) { arch::wait(*static_cast<arch::Job<Params>*>(job)); }
+#define JITATTN_ENTRY(Algorithm, Params)                                                         \
+  KERNEL i64 jitattn_worker_bytes(const Params* p) {                                             \
+    return (i64)sizeof(Algorithm::Memory) + Algorithm::worker_bytes(*p);                         \
+  }                                                                                              \
+  KERNEL i64 jitattn_workspace_bytes(const Params* p) { return Algorithm::workspace_bytes(*p); } \
+  KERNEL void jitattn_work(arch::Job<Params>* job) { arch::work<Algorithm>(*job); }              \
+  KERNEL void jitattn_wait(arch::Job<Params>* job) { arch::wait(*job); }

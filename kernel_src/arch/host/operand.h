@@ -29,6 +29,15 @@ FN typename Op::Vector row_words(const T* row, i64 step, i32 w) {
   }
 }
 
+// Rows that will be needed after the work at hand: bring them near while it goes on.
+template <i32 size, class T>
+FN void expect_rows(attn::RowsView<T> source, i64 count) {
+  constexpr i64 line = 64 / sizeof(T);
+  if (source.step != 1) return;
+  for (i64 i = 0; i < count; ++i)
+    for (i64 d = 0; d < size; d += line) __builtin_prefetch(source.row(i) + d, 1, 2);
+}
+
 template <class A, class B>
 constexpr bool is_same = false;
 template <class A>

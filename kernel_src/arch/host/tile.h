@@ -165,17 +165,19 @@ FN void sum_over_rows(float* sums, Scores<C>& weights, i32 rows, Tile const& pan
       base::round_up(weights.keys, block_rows), 0, base::ceil_div(rows, Op<C>::per_word));
 }
 
-// to[row] = sum over elements of a[row] b[row]
-template <i32 size, class A, class B>
-FN void row_products(float* to, attn::RowsView<A> a, attn::RowsView<B> b, i64 rows) {
-  for (i64 i = 0; i < rows; ++i) {
+// Of each row of a panel: sum over elements of a[row] b[row]; 0 beyond the panel's rows.
+template <class C, i32 size, class A, class B>
+FN PerRow<C, Value> row_products(attn::RowsView<A> a, attn::RowsView<B> b, i32 rows) {
+  PerRow<C, Value> to = {};
+  for (i32 i = 0; i < rows; ++i) {
     Value sum = {};
     for (i32 d = 0; d < size; d += lanes)
       sum += row_floats<size>(a.row(i), a.step, d) * row_floats<size>(b.row(i), b.step, d);
     for (i32 half = lanes / 2; half > 0; half /= 2)
       for (i32 l = 0; l < half; ++l) sum[l] += sum[l + half];
-    to[i] = sum[0];
+    ((float*)&to)[i] = sum[0];
   }
+  return to;
 }
 
 // A panel's values from memory; rows beyond the panel's get `otherwise`.
@@ -185,6 +187,23 @@ FN PerRow<C, Value> load_per_row(const float* from, i32 rows, float otherwise) {
   for (i32 i = 0; i < C::panel; ++i) ((float*)&to)[i] = i < rows ? from[i] : otherwise;
   return to;
 }
+
+// Operands that are used many times: `keep` is called once for each, `get` at every use, both with the function that
+// fills one. Here they are filled once, and the memory given holds them all.
+template <class T>
+struct Kept {
+  static constexpr i64 bytes = sizeof(T);
+  T* at;
+  METHOD explicit Kept(void* memory) : at(static_cast<T*>(memory)) {}
+  template <class F>
+  METHOD void keep(i64 i, F fill) {
+    fill(at[i]);
+  }
+  template <class F>
+  METHOD T& get(i64 i, F) {
+    return at[i];
+  }
+};
 
 template <class C>
 FN void store_per_row(float* to, PerRow<C, Value> const& from, i32 rows) {
