@@ -131,7 +131,7 @@ def _compile(config: KernelConfig, target: Target, text: source.Source, compiler
         text.text,
         binary.data,
         target=str(target),
-        entry="jitattn_run",
+        entry="jitattn_work",
         toolchain=compiler.identity(),
         flags=text.flags,
         compile_seconds=binary.seconds,

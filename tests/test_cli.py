@@ -123,7 +123,7 @@ def test_show_resources_and_listing(capsys: pytest.CaptureFixture[str]) -> None:
     assert facts["binary_bytes"] > 0 and "source" not in facts
     assert "binary_bytes" in run(capsys, "show", *SMALL, "--resources")
     listing = run(capsys, "show", *SMALL, "--listing")
-    assert "<jitattn_run>:" in listing or "objdump" in listing
+    assert "<jitattn_work>:" in listing or "objdump" in listing
 
 
 def test_show_refuses_what_does_not_exist(capsys: pytest.CaptureFixture[str]) -> None:

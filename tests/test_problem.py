@@ -98,8 +98,8 @@ def test_serving_traffic_settles_on_a_handful_of_texts(base: Problem) -> None:
             batch=rng.choice([1, 2, 16, 37]),
             heads_q=heads_kv * rng.choice([1, 4]),
             heads_kv=heads_kv,
-            seq_q=rng.choice([1, rng.randint(1, 300), rng.randint(1, 100_000)]),
-            seq_kv=rng.randint(1, 100_000),
+            seq_q=rng.choice([1, rng.randint(1, 1000), rng.randint(1, 100_000)]),
+            seq_kv=rng.choice([rng.randint(1, 1000), rng.randint(1, 100_000)]),
             diagonal=rng.randint(-100_000, 100_000),
             scale=rng.uniform(-2, 2),
         )

@@ -6,21 +6,19 @@
 
 namespace arch {
 
-// Whether there are 32 vector registers (AVX-512, NEON) or 16 (AVX2, SSE).
+// The block of sums that a product keeps in registers: 6 x 4 vectors of 32 (AVX-512, NEON), 6 x 2 of 16 (AVX2, SSE).
+constexpr i32 block_rows = 6;
 #if defined(__AVX512F__) || defined(__aarch64__)
-constexpr bool wide = true;
+constexpr i32 block_vectors = 4;
 #else
-constexpr bool wide = false;
+constexpr i32 block_vectors = 2;
 #endif
 
-// What a product multiplies, and the shape (`rows` x `vectors`) of the block of sums that it keeps in registers: the
-// shapes that measured fastest of those that fit (docs/benchmarks/host.md).
 template <class T, bool bf16_dot>
 struct Operand {  // float32 words, whatever the tensor's type
   using Word = float;
   using Vector = Value;
   static constexpr i32 per_word = 1;
-  static constexpr i32 rows = wide ? 6 : 6, vectors = 4;
   static METHOD Vector broadcast(Word x) { return splat(x); }
   static METHOD Value multiply_add(Value sum, Vector a, Vector b) { return sum + a * b; }
 };
@@ -30,7 +28,6 @@ struct Operand<bf16, true> {
   using Word = u32;
   using Vector = Bits;
   static constexpr i32 per_word = 2;
-  static constexpr i32 rows = 6, vectors = 4;
   static METHOD Vector broadcast(Word x) { return x - Bits{}; }
   static METHOD Value multiply_add(Value sum, Vector a, Vector b) {
 #if defined(__AVX512BF16__)
@@ -73,8 +70,6 @@ LEAF void product_block(float* c, i64 ldc, const typename Op::Word* a, i64 lda, 
     for (i32 j = 0; j < vectors; ++j) *(Value*)(c + i * ldc + j * lanes) = sum[i][j];
 }
 
-constexpr i32 block_rows = 6;  // rows that are not transposed come in whole blocks of this many
-
 template <i32 n>
 struct Count {
   static constexpr i32 value = n;
@@ -89,9 +84,8 @@ FN void product_column(float* c, i64 ldc, const typename Op::Word* a, i64 lda, c
       product_block<Op, height.value, vectors, a_transposed, start>(c + i * ldc, ldc, a + i * (a_transposed ? 1 : lda),
                                                                     lda, b, ldb, depth, factor + i);
   };
-  blocks(Count<Op::rows>{});
-  if constexpr (Op::rows > block_rows) blocks(Count<block_rows>{});
-  if constexpr (a_transposed) blocks(Count<2>{});  // rows come in pairs there
+  blocks(Count<block_rows>{});
+  if constexpr (a_transposed) blocks(Count<2>{});  // rows come in pairs there, elsewhere in whole blocks
 }
 
 // The whole product, `vectors` wide: known when compiled, or else (0) given as `width`.
@@ -104,12 +98,12 @@ FN void product(float* c, i64 ldc, const typename Op::Word* a, i64 lda, const ty
                                                         factor);
     j += wide.value;
   };
-  if constexpr (vectors == 0 || vectors >= Op::vectors)
-    while (j + Op::vectors <= (vectors ? vectors : width)) column(Count<Op::vectors>{});
+  if constexpr (vectors == 0 || vectors >= block_vectors)
+    while (j + block_vectors <= (vectors ? vectors : width)) column(Count<block_vectors>{});
   if constexpr (vectors == 0)
     while (j < width) column(Count<1>{});
-  else if constexpr (vectors % Op::vectors != 0)
-    column(Count<vectors % Op::vectors>{});
+  else if constexpr (vectors % block_vectors != 0)
+    column(Count<vectors % block_vectors>{});
 }
 
 }  // namespace arch
