@@ -1,47 +1,55 @@
 """Tensors -> outputs: the only place where tensors meet kernels.
 
-What depends on shapes, strides and flags alone is worked out once and kept (a `_Forward` or `_Backward`); a further
-call of that kind allocates its outputs, packs their addresses and launches.
+What depends on shapes, strides and flags alone is worked out once and kept as a `Call`; a further call of that kind
+allocates its outputs, packs their addresses and launches.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import params, pipeline, target
 from .errors import Unsupported
-from .pipeline import Ready
+from .pipeline import Launch
 from .problem import DTYPES, Direction, Problem
 
-__all__ = ["backward", "check", "describe", "forward"]
+__all__ = ["Call", "backward", "check", "describe", "forward", "prepare"]
 
-_KEPT = 4096  # shapes whose preparation is remembered
+_KEPT = 4096  # kinds of calls that are remembered
 
-_FORWARD_POINTERS = params.FORWARD.pack_pointers()
-_BACKWARD_POINTERS = params.BACKWARD.pack_pointers()
+_pack_forward = params.FORWARD.pack_pointers().pack
+_pack_backward = params.BACKWARD.pack_pointers().pack
+
+_calls: dict[Any, Call] = {}
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal: str, trains: bool = False
-) -> tuple[Tensor, Tensor]:
-    """out (B, Hq, Sq, Dv) in q's dtype, contiguous, and the natural-log LSE (B, Hq, Sq) in float32.
+def prepare(q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal: str, trains: bool = False) -> Call:
+    """What is known about all calls like this one, its forward kernel ready to launch.
 
     With `trains` the backward kernels are compiled as well, side by side with the forward and while it runs.
+
+    :raises: what `check` and `pipeline.resolve` raise
     """
     key = (
         q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
-        q.device, k.device, v.device, scale, causal, trains,
+        q.device, k.device, v.device, scale, causal,
     )  # fmt: skip
-    call = _forwards.get(key)
-    if call is None:
-        call = _remember(_forwards, key, _Forward(q, k, v, scale, causal, trains))
-    return call(q, k, v)
+    call = _calls.get(key)
+    if call is None or (trains and not call.trains):
+        if len(_calls) >= _KEPT:
+            _calls.clear()  # dropping them one by one would cost every call; making them again is cheap
+        call = _calls[key] = Call(q, k, v, scale, causal, trains)
+    return call
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal: str) -> tuple[Tensor, Tensor]:
+    """out (B, Hq, Sq, Dv) in q's dtype, contiguous, and the natural-log LSE (B, Hq, Sq) in float32."""
+    return prepare(q, k, v, scale, causal).forward(q, k, v)
 
 
 def backward(
@@ -49,16 +57,8 @@ def backward(
     scale: float | None, causal: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dQ, dK and dV, contiguous, in the dtype and shape of q, k and v."""
-    if out.stride(3) != 1:
-        out = out.contiguous()
-    key = (
-        q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), out.stride(), grad_out.stride(), q.dtype,
-        q.device, scale, causal,
-    )  # fmt: skip
-    call = _backwards.get(key)
-    if call is None:
-        call = _remember(_backwards, key, _Backward(grad_out, q, k, v, out, scale, causal))
-    return call(grad_out, grad_lse, q, k, v, out, lse)
+    out = out if out.stride(3) == 1 else out.contiguous()
+    return prepare(q, k, v, scale, causal).backward(grad_out, grad_lse, q, k, v, out, lse.contiguous())
 
 
 def check(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -115,65 +115,66 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-class _Forward:
-    """All forward calls of one kind."""
+class Call:
+    """All calls with the shapes, strides and flags of one."""
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal: str, trains: bool) -> None:
         check(q, k, v)
-        problem = describe("forward", q, k, v, scale, causal)
-        on = target.detect(q.device.type)
+        self.trains = trains
+        self.options = scale, causal
+        self._target = target.detect(q.device.type)
+        self._problem = describe("forward", q, k, v, scale, causal)
+        self._backward_problem = describe("backward", q, k, v, scale, causal)
+        self._strides = {"q": q.stride(), "k": k.stride(), "v": v.stride()}
+        self._shapes = q.shape, k.shape, v.shape
+        self._out_shape = (*q.shape[:3], v.shape[3])
         if trains:
-            pipeline.prefetch(problem, on)  # first, since it is needed first
-            pipeline.prefetch(describe("backward", q, k, v, scale, causal), on)
-        self.ready = pipeline.resolve(problem, on)
-        self.out_shape = (*q.shape[:3], v.shape[3])
-        strides = {"q": q.stride(), "k": k.stride(), "v": v.stride(), "out": _contiguous(self.out_shape)}
-        self.constants = params.FORWARD.constants(_values(problem, strides))
+            pipeline.prefetch(self._problem, self._target)  # first, since it is needed first
+            pipeline.prefetch(self._backward_problem, self._target)
+        strides = self._strides | {"out": _contiguous(self._out_shape)}
+        parameters = params.FORWARD.parameters(_values(self._problem, strides))
+        (self._forward,) = pipeline.resolve(self._problem, self._target).prepare(parameters)
+        self._backwards: dict[Any, tuple[tuple[Launch, ...], int]] = {}
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        out = q.new_empty(self.out_shape)
-        lse = torch.empty(self.out_shape[:3], dtype=torch.float32, device=q.device)
-        pointers = _FORWARD_POINTERS.pack(q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr())
-        _launch(self.ready, self.constants, pointers)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """See the function `forward`."""
+        out = q.new_empty(self._out_shape)
+        lse = torch.empty(self._out_shape[:3], dtype=torch.float32, device=q.device)
+        self._forward(
+            _pack_forward(q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr()),
+            torch.get_num_threads,
+        )
         return out, lse
 
-
-class _Backward:
-    """All backward calls of one kind."""
-
-    def __init__(
-        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, scale: float | None, causal: str
-    ) -> None:
-        problem = describe("backward", q, k, v, scale, causal)
-        self.ready = pipeline.resolve(problem, target.detect(q.device.type))
-        plan = self.ready.plan
-        strides = {
-            "q": q.stride(), "k": k.stride(), "v": v.stride(), "out": out.stride(), "grad_out": grad_out.stride(),
-            "grad_q": _contiguous(q.shape), "grad_k": _contiguous(k.shape), "grad_v": _contiguous(v.shape),
-        }  # fmt: skip
-        self.constants = params.BACKWARD.constants(_values(problem, strides) | {"splits": plan.splits})
-        self.workspace_bytes = self.ready.kernels[0].loaded.workspace_bytes(bytes(_BACKWARD_POINTERS.size) + self.constants)
-
-    def __call__(
+    def backward(
         self, grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        grad_q, grad_k, grad_v = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-        workspace = torch.empty(self.workspace_bytes, dtype=torch.uint8, device=q.device)
+        """See the function `backward`."""
+        strides = (out.stride(), grad_out.stride())
+        prepared = self._backwards.get(strides)
+        if prepared is None:
+            prepared = self._backwards[strides] = self._prepare_backward(*strides)
+        launches, workspace_bytes = prepared
+        grad_q, grad_k, grad_v = map(q.new_empty, self._shapes)
+        workspace = torch.empty(workspace_bytes, dtype=torch.uint8, device=q.device) if workspace_bytes else None
         if grad_lse is not None:
             grad_lse = grad_lse.contiguous()
-        pointers = _BACKWARD_POINTERS.pack(
+        pointers = _pack_backward(
             q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), grad_out.data_ptr(),
-            grad_q.data_ptr(), grad_k.data_ptr(), grad_v.data_ptr(),
-            lse.contiguous().data_ptr(), 0 if grad_lse is None else grad_lse.data_ptr(), workspace.data_ptr(),
+            grad_q.data_ptr(), grad_k.data_ptr(), grad_v.data_ptr(), lse.data_ptr(),
+            0 if grad_lse is None else grad_lse.data_ptr(), 0 if workspace is None else workspace.data_ptr(),
         )  # fmt: skip
-        _launch(self.ready, self.constants, pointers)
+        for launch in launches:
+            launch(pointers, torch.get_num_threads)
         return grad_q, grad_k, grad_v
 
-
-def _launch(ready: Ready, constants: bytes, pointers: bytes) -> None:
-    threads = torch.get_num_threads()
-    for kernel, step in zip(ready.kernels, ready.plan.steps, strict=True):
-        kernel.loaded.launch(step.blocks, constants, pointers, threads)
+    def _prepare_backward(self, out: tuple[int, ...], grad_out: tuple[int, ...]) -> tuple[tuple[Launch, ...], int]:
+        grads = dict(zip(("grad_q", "grad_k", "grad_v"), map(_contiguous, self._shapes), strict=True))
+        strides = self._strides | {"out": out, "grad_out": grad_out} | grads
+        ready = pipeline.resolve(self._backward_problem, self._target)
+        values = _values(self._backward_problem, strides) | {"splits": ready.plan.splits}
+        launches = ready.prepare(params.BACKWARD.parameters(values))
+        return launches, launches[0].workspace_bytes
 
 
 def _values(problem: Problem, strides: dict[str, tuple[int, ...]]) -> dict[str, Any]:
@@ -189,16 +190,3 @@ def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
     for size in reversed(shape[1:]):
         strides.append(strides[-1] * size)
     return tuple(reversed(strides))
-
-
-_Call = TypeVar("_Call", bound=Callable[..., Any])
-_forwards: dict[Any, _Forward] = {}
-_backwards: dict[Any, _Backward] = {}
-
-
-def _remember(kept: dict[Any, _Call], key: Any, call: _Call) -> _Call:
-    if len(kept) >= _KEPT:
-        # Dropping one at a time would keep the work for the newest shapes only; this is rare and cheap to redo.
-        kept.clear()
-    kept[key] = call
-    return call

@@ -31,8 +31,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal: str)
     if torch.compiler.is_compiling() or _is_watched(q, k, v):
         return torch.ops.jitattn.attention(q, k, v, scale, causal)
     if (q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled():
-        return _Attention.apply(q, k, v, scale, causal, True)  # type: ignore[no-any-return]
-    return launch.forward(q, k, v, scale, causal)
+        return _apply(q, k, v, launch.prepare(q, k, v, scale, causal, True))
+    return launch.prepare(q, k, v, scale, causal).forward(q, k, v)
 
 
 _PLAIN = frozenset((Tensor, torch.nn.Parameter))
@@ -51,40 +51,59 @@ def _is_watched(*tensors: Tensor) -> bool:
 
 
 class _Attention(torch.autograd.Function):
-    """Forward and backward tied together. `is_plain`: the inputs are known not to be watched."""
+    """Forward and backward of plain tensors tied together."""
 
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal: str, is_plain: bool
-    ) -> tuple[Tensor, Tensor]:
-        if is_plain:
-            out, lse = launch.forward(q, k, v, scale, causal, True)
-        else:
-            with torch._C._AutoDispatchBelowAutograd():
-                out, lse = torch.ops.jitattn.attention(q, k, v, scale, causal)
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: launch.Call) -> tuple[Tensor, Tensor]:
+        out, lse = call.forward(q, k, v)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.set_materialize_grads(False)  # the LSE is seldom differentiated
+        ctx.call = call
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        saved = ctx.saved_tensors
+        grad_out = _grad_out(grad_out, grad_lse, saved)
+        if grad_out is None:
+            return None, None, None, None
+        if torch.is_grad_enabled() or _is_watched(grad_out):
+            # The caller may go on to differentiate these gradients, or watches them: that is the op's business.
+            found = torch.ops.jitattn.attention_backward(grad_out, grad_lse, *saved, *ctx.call.options)
+        else:
+            found = ctx.call.backward(grad_out, grad_lse, *saved)
+        return (*found, None)
+
+
+# Function.apply first looks for functorch's transforms in the arguments, as `attention` has already done.
+_apply = super(torch.autograd.Function, _Attention).apply
+
+
+class _AttentionOp(torch.autograd.Function):
+    """The same for what the op is called with."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal: str) -> tuple[Tensor, Tensor]:
+        with torch._C._AutoDispatchBelowAutograd():
+            out, lse = torch.ops.jitattn.attention(q, k, v, scale, causal)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.set_materialize_grads(False)
         ctx.options = scale, causal
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        q, k, v, out, lse = ctx.saved_tensors
+        saved = ctx.saved_tensors
+        grad_out = _grad_out(grad_out, grad_lse, saved)
         if grad_out is None:
-            if grad_lse is None:
-                return None, None, None, None, None, None
-            grad_out = torch.zeros_like(out)
-        # The caller may go on to differentiate these gradients: an error only if it really does.
-        once_more = _GradientsOnce.apply if torch.is_grad_enabled() else _backward
-        grad_q, grad_k, grad_v = once_more(grad_out, grad_lse, q, k, v, out, lse, *ctx.options)
-        return grad_q, grad_k, grad_v, None, None, None
+            return None, None, None, None, None
+        found = torch.ops.jitattn.attention_backward(grad_out, grad_lse, *saved, *ctx.options)
+        return (*found, None, None)
 
 
-def _backward(grad_out: Tensor, grad_lse: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    if _is_watched(grad_out, rest[0]):
-        with torch._C._AutoDispatchBelowAutograd():
-            return torch.ops.jitattn.attention_backward(grad_out, grad_lse, *rest)
-    return launch.backward(grad_out, grad_lse, *rest)
+def _grad_out(grad_out: Tensor | None, grad_lse: Tensor | None, saved: tuple[Tensor, ...]) -> Tensor | None:
+    """The output's gradient, zeros if only the LSE has one, None if neither has."""
+    return torch.zeros_like(saved[3]) if grad_out is None and grad_lse is not None else grad_out
 
 
 class _GradientsOnce(torch.autograd.Function):
@@ -92,7 +111,8 @@ class _GradientsOnce(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-        return _backward(*arguments)
+        with torch._C._AutoDispatchBelowAutograd():
+            return torch.ops.jitattn.attention_backward(*arguments)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -116,7 +136,7 @@ def _fake_backward(
 
 _library.impl("attention", launch.forward, "CPU")
 _library.impl("attention_backward", launch.backward, "CPU")
-_library.impl("attention", lambda *arguments: _Attention.apply(*arguments, False), "Autograd")
+_library.impl("attention", lambda *arguments: _AttentionOp.apply(*arguments), "Autograd")
 _library.impl("attention_backward", lambda *arguments: _GradientsOnce.apply(*arguments), "Autograd")
 torch.library.register_fake("jitattn::attention", _fake, lib=_library)
 torch.library.register_fake("jitattn::attention_backward", _fake_backward, lib=_library)

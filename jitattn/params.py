@@ -50,14 +50,13 @@ class Table:
         """Packs the pointers, which change with every call; they come first."""
         return struct.Struct(f"={len(self.pointers)}Q")
 
-    def constants(self, values: dict[str, int | float]) -> bytes:
-        """What follows the pointers, for the calls of one shape.
+    def parameters(self, values: dict[str, int | float]) -> bytes:
+        """The struct's bytes for the calls of one shape, with null pointers.
 
         :raises KeyError: a parameter has no value.
         """
-        layout = struct.Struct(f"={len(self.integers)}q{len(self.floats)}f")
-        packed = layout.pack(*(values[name] for name in self.integers + self.floats))
-        return packed.ljust(self.size - 8 * len(self.pointers), b"\0")
+        layout = struct.Struct(f"={8 * len(self.pointers)}x{len(self.integers)}q{len(self.floats)}f")
+        return layout.pack(*(values[name] for name in self.integers + self.floats)).ljust(self.size, b"\0")
 
 
 FORWARD = Table(

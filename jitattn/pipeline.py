@@ -12,7 +12,7 @@ import importlib
 import os
 import threading
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -24,18 +24,25 @@ from .plan import Plan, make_plan
 from .problem import Problem
 from .target import Target
 
-__all__ = ["Kernel", "Ready", "prefetch", "resolve", "resolve_all", "stats"]
+__all__ = ["Kernel", "Launch", "Ready", "prefetch", "resolve", "resolve_all", "stats"]
+
+
+class Launch(Protocol):
+    """A kernel with everything but its pointers."""
+
+    workspace_bytes: int
+    """What the `workspace` pointer must point to, if there is one."""
+
+    def __call__(self, pointers: bytes, threads: Callable[[], int]) -> None:
+        """Run it; later work on the tensors sees the result. `threads` is asked where the host's threads matter."""
+        ...
 
 
 class Loaded(Protocol):
     """What a runtime makes of a binary."""
 
-    def workspace_bytes(self, parameters: bytes) -> int:
-        """Bytes of workspace that a problem (params.Table) wants; its pointers do not matter."""
-        ...
-
-    def launch(self, blocks: int, constants: bytes, pointers: bytes, threads: int) -> None:
-        """Run all blocks with these parameters (params.Table); later work on the tensors sees the result."""
+    def prepare(self, blocks: int, parameters: bytes) -> Launch:
+        """A launch of so many blocks with the parameters of a params.Table, their pointers still null."""
         ...
 
 
@@ -56,6 +63,11 @@ class Ready:
 
     plan: Plan
     kernels: tuple[Kernel, ...]
+
+    def prepare(self, parameters: bytes) -> tuple[Launch, ...]:
+        """The launches of the plan's steps, in order, which share their parameters."""
+        steps = zip(self.kernels, self.plan.steps, strict=True)
+        return tuple(kernel.loaded.prepare(step.blocks, parameters) for kernel, step in steps)
 
 
 def resolve(problem: Problem, target: Target) -> Ready:

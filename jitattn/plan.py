@@ -109,4 +109,3 @@ def _table(name: str) -> dict[str, Any]:
 
 def _ceil_div(a: int, b: int) -> int:
     return -(-a // b)
-

@@ -20,54 +20,61 @@ from .. import settings
 from ..errors import JitattnError
 from . import team
 
-__all__ = ["Loaded", "load"]
+__all__ = ["Launch", "Loaded", "load"]
 
-# kernel_src/arch/host/launch.h: blocks taken, done and in all; workers, their memory, bytes for each.
-_JOB = struct.Struct("=6q")
+# kernel_src/arch/host/launch.h: blocks taken, done and in all; workers, bytes for each, their memory.
+_JOB = struct.Struct("=5q")
+_MEMORY = struct.Struct("=Q")
 
 
 class Loaded:
-    """A kernel that can be launched. Any number of threads may launch it at once."""
-
-    __slots__ = ("_library", "_wait", "_work", "_work_address", "_worker_bytes", "_workspace_bytes")
+    """A kernel in this process."""
 
     def __init__(self, binary: bytes) -> None:
-        self._library = library = load(binary)
-        self._worker_bytes = _function(library.jitattn_worker_bytes, ctypes.c_int64, ctypes.c_char_p)
-        self._workspace_bytes = _function(library.jitattn_workspace_bytes, ctypes.c_int64, ctypes.c_char_p)
-        self._work = _function(library.jitattn_work, None, ctypes.c_void_p)
-        self._wait = _function(library.jitattn_wait, None, ctypes.c_void_p)
-        self._work_address = ctypes.cast(self._work, ctypes.c_void_p).value or 0
+        library = load(binary)
+        self.worker_bytes = _function(library.jitattn_worker_bytes, ctypes.c_int64, ctypes.c_char_p)
+        self.workspace_bytes = _function(library.jitattn_workspace_bytes, ctypes.c_int64, ctypes.c_char_p)
+        self.work = _function(library.jitattn_work, None, ctypes.c_void_p)
+        self.wait = _function(library.jitattn_wait, None, ctypes.c_void_p)
+        self.work_address = ctypes.cast(self.work, ctypes.c_void_p).value or 0
 
-    def workspace_bytes(self, parameters: bytes) -> int:
-        """Bytes of workspace that a problem wants; its pointers do not matter."""
-        return self._workspace_bytes(parameters)
+    def prepare(self, blocks: int, parameters: bytes) -> Launch:
+        """See pipeline.Loaded."""
+        return Launch(self, blocks, parameters)
 
-    def launch(self, blocks: int, constants: bytes, pointers: bytes, threads: int) -> None:
-        """Run all blocks on up to `threads` threads, this one among them, and return when they are done.
 
-        The parameters are those of a params.Table: first the packed pointers, then the packed constants.
-        """
-        if blocks == 0:
+class Launch:
+    """A kernel with everything but its pointers. Any number of threads may launch it at once."""
+
+    def __init__(self, kernel: Loaded, blocks: int, parameters: bytes) -> None:
+        self._kernel, self._blocks = kernel, blocks
+        self.workspace_bytes: int = kernel.workspace_bytes(parameters)
+        self._worker_bytes = -(-kernel.worker_bytes(parameters) // team.ALIGNMENT) * team.ALIGNMENT
+        self._job = _JOB.pack(0, 0, blocks, 0, self._worker_bytes) + bytes(_MEMORY.size) + parameters
+
+    def __call__(self, pointers: bytes, threads: Callable[[], int]) -> None:
+        """Run all blocks on up to `threads()` threads, this one among them, and return when they are done."""
+        blocks = self._blocks
+        workers = blocks if blocks < 2 else min(threads(), blocks)
+        if workers == 0:
             return
-        workers = min(threads, blocks)
-        parameters = pointers + constants
-        worker_bytes = -(-self._worker_bytes(parameters) // team.ALIGNMENT) * team.ALIGNMENT
-        memory = team.scratch(workers * worker_bytes)
-        job = bytearray(_JOB.pack(0, 0, blocks, 0, memory.address, worker_bytes) + parameters)
+        memory = team.scratch(workers * self._worker_bytes)
+        job = bytearray(self._job)
+        _MEMORY.pack_into(job, _JOB.size, memory.address)
+        job[_JOB.size + _MEMORY.size : _JOB.size + _MEMORY.size + len(pointers)] = pointers
         address = ctypes.addressof(ctypes.c_char.from_buffer(job))
         if workers == 1:
-            self._work(address)
+            self._kernel.work(address)
         elif team.openmp is not None:
-            team.openmp(self._work_address, address, workers, 0)
+            team.openmp(self._kernel.work_address, address, workers, 0)
         else:
             team.call(workers - 1, self._help, (job, address))
-            self._work(address)
-            self._wait(address)
+            self._kernel.work(address)
+            self._kernel.wait(address)
 
     def _help(self, job: bytearray, address: int) -> None:
         """A helper's part. Coming late it finds no block left and touches nothing but the job, which it keeps alive."""
-        self._work(address)
+        self._kernel.work(address)
 
 
 def _function(function: Any, result: Any, *arguments: Any) -> Any:

@@ -14,8 +14,8 @@ template <class Params>
 struct Job {
   i64 next, done, blocks;
   i64 workers;  // that have come so far; each takes its own part of the memory
-  char* memory;
   i64 worker_bytes;
+  char* memory;
   Params params;
 };
 
