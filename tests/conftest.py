@@ -9,6 +9,10 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+# Idle OpenMP threads sleep instead of spinning, so that two test processes, or a test and a compiler, can share cores.
+# The run-time reads this when torch loads it.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 import pytest
 import torch
 from hypothesis import settings

@@ -48,8 +48,10 @@ class Launch:
 
     def __init__(self, kernel: Loaded, blocks: int, parameters: bytes) -> None:
         self._kernel, self._blocks = kernel, blocks
-        self.workspace_bytes: int = kernel.workspace_bytes(parameters)
-        self._worker_bytes = -(-kernel.worker_bytes(parameters) // team.ALIGNMENT) * team.ALIGNMENT
+        # A problem without blocks may have sizes of 0 that the kernel would divide by; it is never asked.
+        self.workspace_bytes: int = kernel.workspace_bytes(parameters) if blocks else 0
+        worker_bytes: int = kernel.worker_bytes(parameters) if blocks else 0
+        self._worker_bytes = -(-worker_bytes // team.ALIGNMENT) * team.ALIGNMENT
         self._job = _JOB.pack(0, 0, blocks, 0, self._worker_bytes) + bytes(_MEMORY.size) + parameters
 
     def __call__(self, pointers: bytes, threads: Callable[[], int]) -> None:
