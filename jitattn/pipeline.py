@@ -20,6 +20,7 @@ from typing import Any, Protocol
 from . import progress, settings, source, store, toolchain
 from .artifact import Artifact
 from .config import KernelConfig
+from .errors import CompileError
 from .plan import Plan, make_plan
 from .problem import Problem
 from .target import Target
@@ -116,9 +117,16 @@ def _future(config: KernelConfig, target: Target) -> Future[Kernel]:
     """The kernel, or the work that will make it: one for all who ask, now and later."""
     with _lock:
         future = _futures.get((config, target))
-        if future is None:
+        if future is None or _may_succeed_now(future):
             future = _futures[config, target] = _workers(target.units).submit(_make, config, target)
         return future
+
+
+def _may_succeed_now(failed: Future[Kernel]) -> bool:
+    """A compiler that was missing may have been installed since; one that refused a kernel will refuse it again."""
+    return (
+        failed.done() and isinstance(failed.exception(), Exception) and not isinstance(failed.exception(), CompileError)
+    )
 
 
 @functools.cache
