@@ -71,7 +71,7 @@ def parser() -> argparse.ArgumentParser:
 
 def _demo_options(options: argparse.ArgumentParser) -> None:
     options.add_argument(
-        "--steps", type=_positive, metavar="N", help="training steps (default: 240 on the CPU, 600 on a GPU)"
+        "--steps", type=_positive, metavar="N", help="training steps (default: 360 on the CPU, 600 on a GPU)"
     )
     options.add_argument("--context", type=_positive, metavar="N", help="characters a window (default: 512, 1024)")
     options.add_argument("--batch", type=_positive, metavar="N", help="windows a step (default: 2, 16)")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+import numbers
 from typing import Any
 
 import torch
@@ -91,7 +92,12 @@ def check(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def describe(direction: Direction, q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal: str) -> Problem:
-    """The problem that these tensors pose; `causal` is "none", "top_left" or "bottom_right"."""
+    """The problem that these tensors pose; `causal` is "none", "top_left" or "bottom_right".
+
+    :raises TypeError: a scale that is no number. A tensor is none: its value could change behind a remembered call.
+    """
+    if scale is not None and not isinstance(scale, numbers.Real):
+        raise TypeError(f"scale must be None or a number, not {type(scale).__name__}")
     batch, heads_q, seq_q, head_dim = q.shape
     heads_kv, seq_kv, head_dim_v = v.shape[1:]
     return Problem(
@@ -106,7 +112,7 @@ def describe(direction: Direction, q: Tensor, k: Tensor, v: Tensor, scale: float
         heads_q=heads_q,
         heads_kv=heads_kv,
         diagonal=seq_kv - seq_q if causal == "bottom_right" else 0,
-        scale=1 / math.sqrt(head_dim) if scale is None else scale,
+        scale=1 / math.sqrt(head_dim) if scale is None else float(scale),
     )
 
 

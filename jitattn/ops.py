@@ -6,6 +6,7 @@ functorch, dispatch modes, forward-mode AD) sees the ops.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -76,7 +77,7 @@ class _Attention(torch.autograd.Function):
 
 
 # Function.apply first looks for functorch's transforms in the arguments, as `attention` has already done.
-_apply = super(torch.autograd.Function, _Attention).apply
+_apply: Callable[..., tuple[Tensor, Tensor]] = super(torch.autograd.Function, _Attention).apply  # type: ignore[misc]
 
 
 class _AttentionOp(torch.autograd.Function):

@@ -199,7 +199,8 @@ def _spread(n: int, multiplier: int, modulus: int) -> int:
 def _head_dims() -> Iterator[Case]:
     """Every kind of head dim, each in one dtype by turns, the common ones in all."""
     odd = (1, 2, 3, 5, 8, 15, 16, 17, 31, 33, 48, 63, 65, 72, 95, 100, 127, 129, 160, 255, 257, 320)
-    kinds = cycle((dtype, causal) for causal in (False, "bottom_right") for dtype in DTYPES)
+    masks: tuple[Causal, ...] = (False, "bottom_right")
+    kinds: Iterator[tuple[torch.dtype, Causal]] = cycle((dtype, causal) for causal in masks for dtype in DTYPES)
     for dim, (dtype, causal) in zip(odd, kinds, strict=False):
         yield Case(dtype, heads_kv=1, head_dim=dim, head_dim_v=dim, causal=causal)
     for dim in (32, 40, 80, 96, 128, 192, 256):
@@ -250,8 +251,9 @@ def _shapes() -> Iterator[Case]:
 
 def _empty() -> Iterator[Case]:
     """Sizes of 0 in every place where 0 is a size."""
+    dtypes = (torch.float32, torch.bfloat16, torch.float32)
     for name in ("batch", "seq_q", "seq_kv"):
-        for causal, dtype in ((False, torch.float32), ("top_left", torch.bfloat16), ("bottom_right", torch.float32)):
+        for causal, dtype in zip(CAUSAL, dtypes, strict=True):
             yield replace(Case(dtype, batch=2, seq_q=9, seq_kv=9, causal=causal), **{name: 0})
     yield Case(heads_q=0, heads_kv=0, seq_q=9, seq_kv=9)
     yield Case(heads_q=0, heads_kv=2, seq_q=9, seq_kv=9)

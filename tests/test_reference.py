@@ -13,7 +13,7 @@ from torch import Tensor
 
 from jitattn.reference import attention_reference
 from tests import cases, oracle
-from tests.cases import Case, make_inputs
+from tests.cases import Case, Causal, make_inputs
 
 CASES = cases.HEAD_DIMS[::4] + cases.SHAPES[::3] + cases.EMPTY + cases.LAYOUT_CASES[::2] + cases.VALUES
 
@@ -86,7 +86,7 @@ def test_reference_refuses_an_unknown_alignment() -> None:
 
 
 @pytest.mark.parametrize("causal", [False, "top_left"])
-def test_oracle_agrees_with_torch(causal: bool | str) -> None:
+def test_oracle_agrees_with_torch(causal: Causal) -> None:
     case = Case(torch.float64, batch=2, heads_q=4, heads_kv=2, seq_q=20, seq_kv=31, head_dim=8, causal=causal)
     inputs = make_inputs(case)
     q, k, v = (x.clone().requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
