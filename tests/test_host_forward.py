@@ -241,11 +241,14 @@ def test_many_python_threads_at_once() -> None:
 
 
 def test_threads_that_need_the_same_new_kernel_compile_it_once() -> None:
+    def made() -> int:  # or read, where an earlier run has left it in the cache
+        return jitattn.stats()["compiled"] + jitattn.stats()["disk_hits"]
+
     x = torch.randn(1, 2, 50, 23)
-    before = jitattn.stats()["compiled"]
+    before = made()
     outs: list[Tensor] = []
     _in_threads(6, lambda _: outs.append(jitattn.attention(x, x, x)))
-    assert jitattn.stats()["compiled"] == before + 1
+    assert made() == before + 1
     assert all(torch.equal(out, outs[0]) for out in outs)
 
 
