@@ -64,7 +64,7 @@ def plan_for(device: str, **asked: Any) -> Plan:
     return replace(base, device=device, **{name: value for name, value in asked.items() if value is not None})
 
 
-BLOCK = 5  # steps that one model takes before the next one's turn
+BLOCK = 3  # steps that one model takes before the next one's turn
 ROWS = 12  # rows of the printed table
 HELD_OUT = 0.1  # the last part of the text, for validation
 VALIDATION_WINDOWS = 8
@@ -403,8 +403,8 @@ def plot(path: Path, record: dict[str, Any]) -> None:
     top.plot(steps, record["losses"]["jitattn"], color="tab:blue", linewidth=1, label="jitattn")
     top.set(ylabel="loss, nats a character", title=f"{record['ratio']:.2f} x torch's speed")
     bottom.semilogy(steps, record["agreement"]["allowed"], color="0.6", label="allowed")
-    difference = [max(d, 1e-9) for d in record["agreement"]["difference"]]  # the axis has no zero
-    bottom.semilogy(steps, difference, color="tab:blue", label="|jitattn - torch|")
+    difference = [d or math.nan for d in record["agreement"]["difference"]]  # the axis has no zero
+    bottom.semilogy(steps, difference, ".", color="tab:blue", label="|jitattn - torch|, where not 0")
     bottom.set(xlabel="step")
     for axis in (top, bottom):
         axis.legend()

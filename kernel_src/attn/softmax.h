@@ -32,12 +32,13 @@ struct OnlineSoftmax {
       auto& s = now.slot[i];
       s.anchor = arch::select(s.top == -base::infinity, arch::splat(0.0f), s.top);
       factor.slot[i] = arch::exp2(rows.slot[i].top - s.anchor);
-      s.total *= factor.slot[i];
+      s.total = arch::splat(0.0f);
     }
     scores.each(now, [&](Statistic& s, auto, auto, arch::Value& x) {
       x = arch::exp2(x - s.anchor);
       s.total += x;
     });
+    for (i32 i = 0; i < now.slots; ++i) now.slot[i].total += rows.slot[i].total * factor.slot[i];
     rows = now;
     return factor;
   }

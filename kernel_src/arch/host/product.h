@@ -40,19 +40,13 @@ struct Operand<bf16, true> {
 // What the sums in memory start from: nothing, themselves, or themselves times a factor for each row.
 enum class Start { zero, same, scaled };
 
-// c[rows][vectors * lanes] = start + a b, with `depth` words along the contraction. a holds row i's word w at
-// a[i * lda + w], or, transposed, at a[w * lda + i]; b holds word w of column j at b[w * ldb + j].
+// c[rows][vectors * lanes] = start + a b, summed apart from what it is added to (so that rounding grows with the length
+// of a tile, not of the sequence), with `depth` words along the contraction. a holds row i's word w at a[i * lda + w],
+// or, transposed, at a[w * lda + i]; b holds word w of column j at b[w * ldb + j].
 template <class Op, i32 rows, i32 vectors, bool a_transposed, Start start>
 LEAF void product_block(float* c, i64 ldc, const typename Op::Word* a, i64 lda, const typename Op::Word* b, i64 ldb,
                         i32 depth, const float* factor) {
-  Value sum[rows][vectors];
-#pragma GCC unroll 16
-  for (i32 i = 0; i < rows; ++i)
-#pragma GCC unroll 4
-    for (i32 j = 0; j < vectors; ++j) {
-      sum[i][j] = start == Start::zero ? Value{} : *(const Value*)(c + i * ldc + j * lanes);
-      if constexpr (start == Start::scaled) sum[i][j] *= factor[i];
-    }
+  Value sum[rows][vectors] = {};
   for (i32 w = 0; w < depth; ++w) {
     typename Op::Vector column[vectors];
 #pragma GCC unroll 4
@@ -67,7 +61,10 @@ LEAF void product_block(float* c, i64 ldc, const typename Op::Word* a, i64 lda, 
 #pragma GCC unroll 16
   for (i32 i = 0; i < rows; ++i)
 #pragma GCC unroll 4
-    for (i32 j = 0; j < vectors; ++j) *(Value*)(c + i * ldc + j * lanes) = sum[i][j];
+    for (i32 j = 0; j < vectors; ++j) {
+      Value& to = *(Value*)(c + i * ldc + j * lanes);
+      to = start == Start::zero ? sum[i][j] : (start == Start::same ? to : to * factor[i]) + sum[i][j];
+    }
 }
 
 template <i32 n>
