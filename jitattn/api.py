@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, Literal
@@ -62,9 +63,10 @@ def attention(
     :param causal: False; "top_left" (row m sees keys n <= m); "bottom_right" (n <= m + Skv - Sq); True where Sq == Skv,
         so that the two are the same
     :param return_lse: also return each row's natural-log-sum-exp of the scores, differentiable like the output
-    :param deterministic: True asks for gradients that are bitwise equal run after run; those of the host always are
-    :param backend: None (from the device), "host", or "reference": plain torch operations, quadratic in memory, also in
-        float64, differentiable any number of times
+    :param deterministic: True asks for gradients that are bitwise equal run after run, None for them where
+        torch.are_deterministic_algorithms_enabled(). Those of the host always are; a GPU's take longer then
+    :param backend: None (from the device), "host", "cuda", or "reference": plain torch operations, quadratic in memory,
+        also in float64, differentiable any number of times
     :returns: out (B, Hq, Sq, Dv), contiguous, in q's dtype; with `return_lse`, (out, lse) with lse (B, Hq, Sq) in
         float32. A row that sees no key has out 0, LSE -inf and zero gradients.
     :raises ValueError: arguments that do not fit together
@@ -86,9 +88,9 @@ def attention(
         )  # fmt: skip
     alignment = "none" if causal is False else align(causal, q, k)
     if backend is None:
-        out, lse = ops.attention(q, k, v, scale, alignment)
+        out, lse = ops.attention(q, k, v, scale, alignment, deterministic)
     else:
-        out, lse = _on(backend)(q, k, v, scale, alignment)
+        out, lse = _on(backend)(q, k, v, scale, alignment, deterministic)
     return (out, lse) if return_lse else out
 
 
@@ -109,23 +111,29 @@ def align(causal: Any, q: Tensor, k: Tensor) -> str:
     raise ValueError(f'causal must be False, True, "top_left" or "bottom_right", not {causal!r}')
 
 
+# Backend -> the type of the devices whose tensors it takes.
+_DEVICES = {"host": "cpu", "cuda": "cuda"}
+
+
 def _on(backend: str) -> Callable[..., tuple[Tensor, Tensor]]:
-    if backend == "host":
-        return _host
     if backend == "reference":
         return _reference
-    if backend in ("cuda", "hip"):
-        raise Unsupported(f'backend {backend!r} does not exist in this version: there are "host" and "reference"')
-    raise ValueError(f'backend must be None, "host" or "reference", not {backend!r}')
+    if backend in _DEVICES:
+        return functools.partial(_kernels, backend)
+    if backend == "hip":
+        raise Unsupported('backend "hip" does not exist in this version: there are "host", "cuda" and "reference"')
+    raise ValueError(f'backend must be None, "host", "cuda" or "reference", not {backend!r}')
 
 
-def _host(q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal: str) -> tuple[Tensor, Tensor]:
-    if q.device.type != "cpu":
-        raise ValueError(f'backend "host" takes CPU tensors, but q is on {q.device}')
-    return ops.attention(q, k, v, scale, causal)
+def _kernels(backend: str, q: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    if q.device.type != _DEVICES[backend]:
+        raise ValueError(f"backend {backend!r} takes tensors on {_DEVICES[backend]!r} devices, but q is on {q.device}")
+    return ops.attention(q, *arguments)
 
 
-def _reference(q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal: str) -> tuple[Tensor, Tensor]:
+def _reference(
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal: str, deterministic: bool | None
+) -> tuple[Tensor, Tensor]:
     if q.dtype != torch.float64:
         check(q, k, v)
     return attention_reference(q, k, v, scale=1 / math.sqrt(q.shape[-1]) if scale is None else scale, causal=causal)

@@ -13,92 +13,16 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import jitattn
 
-
-@dataclass(frozen=True)
-class Case:
-    """One measured call: q (batch, heads, seq, head_dim), k and v (batch, heads_kv, seq, head_dim)."""
-
-    dtype: str
-    batch: int
-    heads: int
-    heads_kv: int
-    seq: int
-    head_dim: int
-    causal: bool
-    backward: bool  # forward + backward rather than forward alone
-
-    def __str__(self) -> str:
-        direction = "fwd+bwd" if self.backward else "fwd"
-        mask = "causal" if self.causal else "full"
-        return f"{self.dtype:8} {direction:7} {mask:6} {self.seq:6} {self.head_dim:4}"
-
-    @property
-    def flops(self) -> float:
-        """Floating-point operations of the matrix products: 2 products forward, 5 more backward; causal, half."""
-        pairs = self.seq * (self.seq + 1) / 2 if self.causal else self.seq**2
-        return (7 if self.backward else 2) * 2.0 * self.batch * self.heads * pairs * self.head_dim
-
-
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k, v -> out (B, H, S, D)
-
-
-@dataclass(frozen=True)
-class Peer:
-    """An implementation to compare with.
-
-    ``missing(device)`` says why it cannot run there, None if it can. ``prepare(case)`` is called once a case, outside
-    any timing. ``scratch(case)`` is how many bytes a call takes beyond its arguments and results. A RuntimeError from
-    ``prepare`` or from the first call leaves the peer out of that case, with the reason in the report.
-    """
-
-    name: str
-    missing: Callable[[torch.device], str | None]
-    prepare: Callable[[Case], Attend]
-    scratch: Callable[[Case], int]
-
-
-def sdpa(case: Case) -> Attend:
-    """torch's scaled_dot_product_attention, as torch dispatches it."""
-    grouped = case.heads != case.heads_kv
-    return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=case.causal, enable_gqa=grouped)
-
-
-def sdpa_by(backend: SDPBackend) -> Callable[[Case], Attend]:
-    """The same, held to one of its implementations."""
-
-    def prepare(case: Case) -> Attend:
-        dispatched = sdpa(case)
-
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            with sdpa_kernel(backend):
-                return dispatched(q, k, v)
-
-        return attend
-
-    return prepare
-
-
-def score_matrices(forward: int, backward: int) -> Callable[[Case], int]:
-    """The size of so many float32 (batch, heads, seq, seq) matrices."""
-    return lambda case: (backward if case.backward else forward) * 4 * case.batch * case.heads * case.seq**2
-
-
-# The first is the one that results are checked against.
-PEERS: tuple[Peer, ...] = (
-    Peer("sdpa", lambda device: None, sdpa, lambda case: 0),
-    Peer("sdpa-math", lambda device: None, sdpa_by(SDPBackend.MATH), score_matrices(3, 6)),
-)
+from .peers import PEERS, Attend, Case, Passes, Peer
 
 # How far from float64 a result may be and still be timed, in roundings of its largest value. It tells a wrong result
 # from a right one; how exact the right ones are is for the tests to judge, and stands in bench.json.
@@ -136,7 +60,8 @@ def run(
         "ms are medians; x is a peer's time over jitattn's, the median of pairs taken in the same round\n"
     )
     heads = "".join(f" {peer.name + ' ms':>14} {'x':>6}" for peer in usable)
-    print(f"{'dtype':8} {'pass':7} {'mask':6} {'S':>6} {'D':>4} {'jitattn ms':>11} {'GFLOP/s':>8}{heads}")
+    shape = f"{'dtype':8} {'pass':7} {'mask':6} {'B':>5} {'H':>5} {'S':>6} {'D':>4}"
+    print(f"{shape} {'jitattn ms':>11} {'GFLOP/s':>8}{heads}")
     results = []
     for case in cases:
         result = measure(case, usable, device, seconds)
@@ -159,17 +84,21 @@ def grid(
     seqs: Sequence[int],
     head_dims: Sequence[int],
     causal: Sequence[bool],
-    backward: Sequence[bool],
+    passes: Sequence[Passes],
     *,
     batch: int,
     heads: int,
     heads_kv: int | None = None,
+    tokens: int | None = None,
+    width: int | None = None,
 ) -> list[Case]:
-    """Every combination."""
-    return [
-        Case(dtype, batch, heads, heads_kv or heads, seq, head_dim, mask, direction)
-        for dtype, direction, mask, seq, head_dim in itertools.product(dtypes, backward, causal, seqs, head_dims)
-    ]
+    """Every combination. With `tokens` the batch is what makes up so many, with `width` the heads."""
+    cases = []
+    for dtype, direction, mask, head_dim, seq in itertools.product(dtypes, passes, causal, head_dims, seqs):
+        rows = max(1, tokens // seq) if tokens else batch
+        across = max(1, width // head_dim) if width else heads
+        cases.append(Case(dtype, rows, across, across if width else heads_kv or heads, seq, head_dim, mask, direction))
+    return cases
 
 
 # ------------------------------------------------------------------------------------------------ measuring
@@ -219,11 +148,11 @@ Call = Callable[[], tuple[Tensor, ...]]
 
 def make_inputs(case: Case, device: torch.device) -> Inputs:
     """Standard normal values, the same for a case on every run."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(device).manual_seed(0)
 
     def normal(heads: int) -> Tensor:
-        values = torch.randn(case.batch, heads, case.seq, case.head_dim, generator=generator)
-        return values.to(device, getattr(torch, case.dtype))
+        values = torch.randn(case.batch, heads, case.seq, case.head_dim, generator=generator, device=device)
+        return values.to(getattr(torch, case.dtype))
 
     q, k, v, dout = (normal(heads) for heads in (case.heads, case.heads_kv, case.heads_kv, case.heads))
     return (
@@ -245,6 +174,12 @@ def bind(attend: Attend, case: Case, inputs: Inputs) -> Call:
         out = attend(q, k, v)
         return (out, *torch.autograd.grad(out, (q, k, v), dout))
 
+    def backward() -> Call:
+        out = attend(q, k, v)
+        return lambda: (out, *torch.autograd.grad(out, (q, k, v), dout, retain_graph=True))
+
+    if case.passes == "bwd":
+        return backward()
     return both if case.backward else forward
 
 
@@ -283,12 +218,7 @@ def sample(calls: dict[str, Call], device: torch.device, seconds: float) -> dict
     """Seconds a call, one entry a round. A slow implementation may take part in the first rounds only."""
 
     def timed(call: Call, repeat: int) -> float:
-        synchronise(device)
-        start = time.perf_counter()
-        for _ in range(repeat):
-            call()
-        synchronise(device)
-        return (time.perf_counter() - start) / repeat
+        return (on_gpu if device.type == "cuda" else on_cpu)(call, repeat) / repeat
 
     once = {name: timed(call, 1) for name, call in calls.items()}
     repeat = {name: max(1, math.ceil(SAMPLE_SECONDS / t)) for name, t in once.items()}
@@ -309,9 +239,23 @@ def largest(x: Tensor) -> float:
     return x.detach().abs().max().item()
 
 
-def synchronise(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def on_cpu(call: Call, repeat: int) -> float:
+    start = time.perf_counter()
+    for _ in range(repeat):
+        call()
+    return time.perf_counter() - start
+
+
+def on_gpu(call: Call, repeat: int) -> float:
+    """Between two events of the current stream."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    start.record()
+    for _ in range(repeat):
+        call()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) / 1e3
 
 
 def free_bytes(device: torch.device) -> float:
@@ -340,6 +284,9 @@ def row(case: Case, result: dict[str, Any], peers: Sequence[Peer]) -> str:
     return f"{case} {ms['jitattn']:11.3f} {result['gflops']['jitattn']:8.0f}{cells}{notes}"
 
 
+_PASSES = {"fwd": "forward", "bwd": "backward", "fwd+bwd": "forward + backward"}
+
+
 def plot(path: Path, results: Sequence[dict[str, Any]], title: str) -> None:
     """GFLOP/s bars, one panel for each (dtype, pass, mask), the ratio to the first peer above jitattn's bar.
 
@@ -354,7 +301,7 @@ def plot(path: Path, results: Sequence[dict[str, Any]], title: str) -> None:
     panels: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for result in done:
         case = result["case"]
-        side = f"{case['dtype']}, {'forward + backward' if case['backward'] else 'forward'}"
+        side = f"{case['dtype']}, {_PASSES[case['passes']]}"
         panels.setdefault((side, "causal" if case["causal"] else "full"), []).append(result)
     rows, columns = (list(dict.fromkeys(key[i] for key in panels)) for i in (0, 1))
     names = list(dict.fromkeys(name for result in done for name in result["gflops"]))

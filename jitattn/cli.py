@@ -124,9 +124,12 @@ def _show_options(options: argparse.ArgumentParser) -> None:
     options.add_argument("--heads-kv", type=_positive, metavar="N", help="key heads (default: as --heads)")
     options.add_argument("--causal", action="store_true", help="aligned at the bottom right")
     options.add_argument("--backward", action="store_true", help="the backward kernels")
-    options.add_argument("--target", default="host", help="what to compile for, such as host:x86-64-v3")
+    options.add_argument("--deterministic", action="store_true", help="a backward that is bitwise reproducible")
+    options.add_argument("--alignment", type=int, choices=(16, 8, 4, 2, 1), default=16, help="bytes, of rows on a GPU")
+    options.add_argument("--target", default="host", help="what to compile for, such as host:x86-64-v3 or sm_90")
     what = options.add_mutually_exclusive_group()
-    what.add_argument("--listing", action="store_true", help="machine code instead of source")
+    what.add_argument("--listing", "--sass", action="store_true", help="machine code instead of source")
+    what.add_argument("--ptx", action="store_true", help="a GPU's portable assembly instead of source")
     what.add_argument("--resources", action="store_true", help="sizes and launches instead of source")
     _json_option(options)
 
@@ -152,8 +155,7 @@ def _kernels(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Each kernel of the problem that the flags describe, in launch order, as facts and text."""
     from . import pipeline, plan, source, toolchain
     from .problem import Problem
-    from .target import parse
-    from .toolchain import host as host_compiler
+    from .target import parse, portable
 
     seq_kv, heads_kv = arguments.seq_kv or arguments.seq, arguments.heads_kv or arguments.heads
     problem = Problem(
@@ -169,22 +171,27 @@ def _kernels(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         heads_kv=heads_kv,
         diagonal=seq_kv - arguments.seq,
         scale=arguments.head_dim**-0.5,
+        alignment=arguments.alignment,
+        deterministic=arguments.deterministic,
     )
     target = parse(arguments.target)
-    compiler = toolchain.find(target.vendor).identity()
+    if arguments.ptx:
+        target = portable(target)
+    compiler = toolchain.find(target)
+    compiled = arguments.listing or arguments.ptx or arguments.resources
     shown: list[dict[str, Any]] = []
     for step in plan.make_plan(problem, target).steps:
-        text = source.assemble(step.config, target, compiler)
+        text = source.assemble(step.config, target, compiler.identity())
         facts = {"kernel": str(step.config), "target": str(target), "blocks": step.blocks, "key": text.digest}
         shown.append({**facts, "compiler flags": " ".join(text.flags)})
-        if not (arguments.listing or arguments.resources):
+        if not compiled:
             shown[-1]["source"] = text.text
-    if arguments.listing or arguments.resources:
+    if compiled:
         for facts, kernel in zip(shown, pipeline.resolve(problem, target).kernels, strict=True):
             meta = kernel.artifact.meta
             facts |= {"origin": kernel.origin, "compile seconds": meta["compile_seconds"], **meta["resources"]}
-            if arguments.listing:
-                facts["listing"] = host_compiler.listing(kernel.artifact.binary)
+            if not arguments.resources:
+                facts["listing"] = compiler.listing(kernel.artifact.binary)
     return shown
 
 
@@ -207,8 +214,14 @@ def _bench_options(options: argparse.ArgumentParser) -> None:
     options.add_argument(
         "--heads-kv", type=_positive, metavar="N", help="key heads, a divisor of --heads (default: as many)"
     )
+    options.add_argument("--tokens", type=_positive, metavar="N", help="of a batch: --batch becomes N / length")
+    options.add_argument(
+        "--width", type=_positive, metavar="N", help="of the model: --heads becomes N / head dimension"
+    )
     options.add_argument("--mask", nargs="+", choices=("full", "causal"), default=["full", "causal"])
-    options.add_argument("--pass", nargs="+", choices=("fwd", "fwd+bwd"), default=["fwd", "fwd+bwd"], dest="passes")
+    options.add_argument(
+        "--pass", nargs="+", choices=("fwd", "bwd", "fwd+bwd"), default=["fwd", "fwd+bwd"], dest="passes"
+    )
     options.add_argument("--peers", nargs="*", metavar="NAME", help="names of those to compare with (default: all)")
     options.add_argument(
         "--threads", type=_positive, metavar="N", help="CPU threads of every implementation (default: torch's)"
@@ -241,10 +254,12 @@ def bench(arguments: argparse.Namespace) -> int:
         arguments.seq or ([128, 512] if arguments.quick else [128, 1024, 4096]),
         arguments.head_dim or ([64] if arguments.quick else [64, 128]),
         [mask == "causal" for mask in arguments.mask],
-        [passes == "fwd+bwd" for passes in arguments.passes],
+        arguments.passes,
         batch=arguments.batch,
         heads=arguments.heads,
         heads_kv=heads_kv,
+        tokens=arguments.tokens,
+        width=arguments.width,
     )
     seconds = min(arguments.seconds, 0.05) if arguments.quick else arguments.seconds
     device = torch.device(arguments.device or _default_device())
@@ -323,11 +338,11 @@ def _default_device() -> str:
     """A GPU that torch has and jitattn has kernels for, else the CPU."""
     import torch
 
-    from . import target
     from .errors import Unsupported
+    from .launch import target_of
 
     try:
-        return "cuda" if torch.cuda.is_available() and target.detect("cuda") else "cpu"
+        return "cuda" if torch.cuda.is_available() and target_of(torch.device("cuda")) else "cpu"
     except Unsupported:
         return "cpu"
 

@@ -7,7 +7,9 @@ from typing import Literal
 
 __all__ = ["KernelConfig", "KernelName"]
 
-KernelName = Literal["forward", "backward", "reduce_grad_query"]
+KernelName = Literal[
+    "forward", "combine", "delta", "backward", "grad_query", "store_grad_query", "reduce_grad_query"
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,9 +23,8 @@ class KernelConfig:
     causal: bool
     block_m: int
     block_n: int
-    panel: int
-    bf16_dot: bool
-    """Whether products take pairs of bfloat16; else 16-bit inputs are widened to float32 first."""
+    constants: tuple[tuple[str, int | bool], ...] = ()
+    """What else the architecture's kernels are compiled for, by name: mostly numbers of a table's row."""
 
     def __str__(self) -> str:
         dims = f"{self.head_dim}" if self.head_dim == self.head_dim_v else f"{self.head_dim}/{self.head_dim_v}"

@@ -22,6 +22,7 @@ import jitattn
 
 from . import settings, target
 from .toolchain import host as host_compiler
+from .toolchain import nvrtc
 
 # Beside jitattn's own: what changes the speed of torch or of a kernel.
 OTHER_VARIABLES = ("ATEN_CPU_CAPABILITY", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
@@ -44,17 +45,24 @@ def findings() -> list[Finding]:
 
 
 def check() -> tuple[bool, str]:
-    """One small forward and backward on the CPU, held against float64: whether it passed, and a line about it."""
+    """One small forward and backward on the CPU and on a GPU if there is one, held against float64: whether all passed,
+    and a line about each."""
+    devices = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
+    passed, said = zip(*(_check_on(device) for device in devices), strict=True)
+    return all(passed), "\n".join(said)
+
+
+def _check_on(device: str) -> tuple[bool, str]:
     generator = torch.Generator().manual_seed(0)
     shape = (1, 2, 67, 64)
-    q, k, v, dout = (torch.randn(shape, generator=generator) for _ in range(4))
+    q, k, v, dout = (torch.randn(shape, generator=generator).to(device) for _ in range(4))
 
     def run(dtype: torch.dtype, backend: str | None) -> list[torch.Tensor]:
         inputs = [x.to(dtype).requires_grad_() for x in (q, k, v)]
         out = jitattn.attention(*inputs, causal=True, backend=backend)
         return [out.detach(), *torch.autograd.grad(out, inputs, dout.to(dtype))]
 
-    what = f"attention {shape}, float32, causal, forward and backward on the CPU"
+    what = f"attention {shape}, float32, causal, forward and backward on {device}"
     before = jitattn.stats()
     try:
         got = run(torch.float32, None)
@@ -80,7 +88,8 @@ def report(passed: bool, said: str) -> str:
     for finding in found:
         lines.append(f"{finding.label if finding.label != label else '':12}{finding.text}")
         label = finding.label
-    lines += ["", *(f"{'missing':12}{f.label}: {f.remedy}" for f in found if f.remedy), f"{'check':12}{said}", ""]
+    lines += ["", *(f"{'missing':12}{f.label}: {f.remedy}" for f in found if f.remedy)]
+    lines += [*(f"{'check':12}{line}" for line in said.splitlines()), ""]
     return "\n".join([*lines, "ok" if passed else "NOT OK"])
 
 
@@ -167,21 +176,53 @@ def _gpus() -> Iterator[Finding]:
     count = torch.cuda.device_count()
     for i in range(count):
         properties = torch.cuda.get_device_properties(i)
-        arch = getattr(properties, "gcnArchName", "") if hip else f"sm_{properties.major}{properties.minor}"
-        yield Finding("gpu", f"{properties.name}, {arch}, {properties.total_memory / 2**30:.0f} GiB")
+        gib = f"{properties.total_memory / 2**30:.0f} GiB"
+        if hip:
+            yield Finding("gpu", f"{properties.name}, {properties.gcnArchName}, {gib}; no kernels in this version")
+            continue
+        capability = properties.major, properties.minor
+        try:
+            kernels = f"kernels for {target.detect('cuda', capability)}"
+        except jitattn.JitattnError as error:
+            kernels = str(error)
+        yield Finding("gpu", f"{properties.name}, sm_{properties.major}{properties.minor}, {gib}; {kernels}")
     if not count:
         build = f"CUDA {cuda}" if cuda else f"ROCm {hip}" if hip else "no GPU"
         remedy = None
         if shutil.which("nvidia-smi") and not cuda:
             remedy = "this torch is built without CUDA: pip install torch, from the index that pytorch.org names"
         yield Finding("gpu", f"none that torch can use (this torch is built for {build})", remedy)
-    # A GPU is of use only with the library that compiles for it.
-    library, module, extra = ("hip-python", "hip", "rocm") if hip else ("cupy", "cupy", _cuda_extra(cuda))
-    version = _installed("hip-python") if hip else next(filter(None, map(_installed, _CUPY)), None)
-    if version or importlib.util.find_spec(module):
-        yield Finding(library, version or "installed")
+    if hip:
+        version = _installed("hip-python")
+        missing = count and not version
+        yield Finding("hip-python", version or "not installed", 'pip install "jitattn[rocm]"' if missing else None)
     else:
-        yield Finding(library, "not installed", f'pip install "jitattn[{extra}]"' if count else None)
+        yield from _cuda_libraries(f'pip install "jitattn[{_cuda_extra(cuda)}]"' if count else None)
+
+
+def _cuda_libraries(remedy: str | None) -> Iterator[Finding]:
+    """What compiles for a GPU and what launches; `remedy` is None where there is no GPU that would need them."""
+    driver = torch._C._cuda_getDriverVersion() if torch.cuda.is_available() else 0  # type: ignore[attr-defined]
+    if driver:
+        yield Finding("driver", f"supports CUDA {driver // 1000}.{driver % 1000 // 10}")
+    chosen = False
+    for found in nvrtc.survey(settings.current().nvrtc):
+        if isinstance(found, str):
+            yield Finding("nvrtc", found)
+            continue
+        newer = driver and found.version[:2] > (driver // 1000, driver % 1000 // 10)
+        yield Finding(
+            "nvrtc",
+            f"{found} at {found.path}{'' if chosen else '  <- used'}{', newer than the driver' if newer else ''}",
+        )
+        chosen = True
+    if not chosen:
+        yield Finding("nvrtc", "not found", remedy)
+    version = next(filter(None, map(_installed, _CUPY)), None)
+    if version or importlib.util.find_spec("cupy"):
+        yield Finding("cupy", version or "installed")
+    else:
+        yield Finding("cupy", "not installed", remedy)
 
 
 _CUPY = ("cupy-cuda13x", "cupy-cuda12x", "cupy")

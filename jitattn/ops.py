@@ -20,23 +20,30 @@ from .errors import Unsupported
 __all__ = ["attention"]
 
 _library = Library("jitattn", "DEF")
-_library.define("attention(Tensor q, Tensor k, Tensor v, float? scale, str causal) -> (Tensor, Tensor)")
+_library.define(
+    "attention(Tensor q, Tensor k, Tensor v, float? scale, str causal, bool? deterministic=None) -> (Tensor, Tensor)"
+)
 _library.define(
     "attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse,"
-    " float? scale, str causal) -> (Tensor, Tensor, Tensor)"
+    " float? scale, str causal, bool? deterministic=None) -> (Tensor, Tensor, Tensor)"
 )
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal: str) -> tuple[Tensor, Tensor]:
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal: str, deterministic: bool | None = None
+) -> tuple[Tensor, Tensor]:
     """out and LSE, differentiable. `causal` is "none", "top_left" or "bottom_right"."""
-    if torch.compiler.is_compiling() or _is_watched(q, k, v):
-        return torch.ops.jitattn.attention(q, k, v, scale, causal)
+    if _is_compiling() or _is_watched(q, k, v):
+        return torch.ops.jitattn.attention(q, k, v, scale, causal, deterministic)
     if (q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled():
-        return _apply(q, k, v, launch.prepare(q, k, v, scale, causal, True))
-    return launch.prepare(q, k, v, scale, causal).forward(q, k, v)
+        return _apply(q, k, v, launch.prepare(q, k, v, scale, causal, deterministic, True))
+    out, lse, _ = launch.prepare(q, k, v, scale, causal, deterministic).forward(q, k, v)
+    return out, lse
 
 
 _PLAIN = frozenset((Tensor, torch.nn.Parameter))
+_is_compiling = torch.compiler.is_compiling
+_dispatch_modes, _in_functorch = torch._C._len_torch_dispatch_stack, torch._C._are_functorch_transforms_active
 
 
 def _is_watched(*tensors: Tensor) -> bool:
@@ -44,11 +51,7 @@ def _is_watched(*tensors: Tensor) -> bool:
     for x in tensors:
         if type(x) not in _PLAIN or x.is_neg():
             return True
-    return (
-        torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._are_functorch_transforms_active()
-        or forward_ad._current_level >= 0
-    )
+    return _dispatch_modes() > 0 or _in_functorch() or forward_ad._current_level >= 0
 
 
 class _Attention(torch.autograd.Function):
@@ -56,7 +59,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: launch.Call) -> tuple[Tensor, Tensor]:
-        out, lse = call.forward(q, k, v)
+        out, lse, ctx.at = call.forward(q, k, v)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.set_materialize_grads(False)  # the LSE is seldom differentiated
         ctx.call = call
@@ -72,7 +75,12 @@ class _Attention(torch.autograd.Function):
             # The caller may go on to differentiate these gradients, or watches them: that is the op's business.
             found = torch.ops.jitattn.attention_backward(grad_out, grad_lse, *saved, *ctx.call.options)
         else:
-            found = ctx.call.backward(grad_out, grad_lse, *saved)
+            q, k, v, out, lse = saved
+            if (q.data_ptr(), k.data_ptr(), v.data_ptr()) == ctx.at:
+                found = ctx.call.backward(grad_out, grad_lse, q, ctx.at, out, lse)
+            else:
+                # Saved-tensor hooks gave other tensors back, whose strides may differ.
+                found = launch.backward(grad_out, grad_lse, *saved, *ctx.call.options)
         return (*found, None)
 
 
@@ -84,12 +92,14 @@ class _AttentionOp(torch.autograd.Function):
     """The same for what the op is called with."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal: str) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal: str, deterministic: bool | None = None
+    ) -> tuple[Tensor, Tensor]:
         with torch._C._AutoDispatchBelowAutograd():
-            out, lse = torch.ops.jitattn.attention(q, k, v, scale, causal)
+            out, lse = torch.ops.jitattn.attention(q, k, v, scale, causal, deterministic)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.set_materialize_grads(False)
-        ctx.options = scale, causal
+        ctx.options = scale, causal, deterministic
         return out, lse
 
     @staticmethod
@@ -97,9 +107,9 @@ class _AttentionOp(torch.autograd.Function):
         saved = ctx.saved_tensors
         grad_out = _grad_out(grad_out, grad_lse, saved)
         if grad_out is None:
-            return None, None, None, None, None
+            return None, None, None, None, None, None
         found = torch.ops.jitattn.attention_backward(grad_out, grad_lse, *saved, *ctx.options)
-        return (*found, None, None)
+        return (*found, None, None, None)
 
 
 def _grad_out(grad_out: Tensor | None, grad_lse: Tensor | None, saved: tuple[Tensor, ...]) -> Tensor | None:
@@ -123,7 +133,9 @@ class _GradientsOnce(torch.autograd.Function):
         )
 
 
-def _fake(q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal: str) -> tuple[Tensor, Tensor]:
+def _fake(
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal: str, deterministic: bool | None = None
+) -> tuple[Tensor, Tensor]:
     launch.check(q, k, v)
     out = q.new_empty((*q.shape[:3], v.shape[3]))
     return out, q.new_empty(q.shape[:3], dtype=torch.float32)
@@ -135,8 +147,9 @@ def _fake_backward(
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-_library.impl("attention", launch.forward, "CPU")
-_library.impl("attention_backward", launch.backward, "CPU")
+for _device in ("CPU", "CUDA"):
+    _library.impl("attention", launch.forward, _device)
+    _library.impl("attention_backward", launch.backward, _device)
 _library.impl("attention", lambda *arguments: _AttentionOp.apply(*arguments), "Autograd")
 _library.impl("attention_backward", lambda *arguments: _GradientsOnce.apply(*arguments), "Autograd")
 torch.library.register_fake("jitattn::attention", _fake, lib=_library)

@@ -59,13 +59,15 @@ class Table:
         return layout.pack(*(values[name] for name in self.integers + self.floats)).ljust(self.size, b"\0")
 
 
+# One struct for all kernels of a forward pass, and one for all of a backward pass.
 FORWARD = Table(
     element_pointers=("q", "k", "v", "out"),
-    float_pointers=("lse",),
-    integers=(*_strides("q"), *_strides("k"), *_strides("v"), *_strides("out", unit_last=True), *_SIZES),
+    float_pointers=("lse", "workspace"),
+    integers=(*_strides("q"), *_strides("k"), *_strides("v"), *_strides("out", unit_last=True), *_SIZES, "splits"),
 )
 
-# `grad_lse` may be null, and so may `workspace` where there is one split; kernel_src/attn/partial.h lays it out.
+# `grad_lse` may be null, and so may a `workspace` where the plan needs none. Its layout is the architecture's own:
+# kernel_src/attn/partial.h, kernel_src/arch/gpu/attn/workspace.h.
 BACKWARD = Table(
     element_pointers=("q", "k", "v", "out", "grad_out", "grad_q", "grad_k", "grad_v"),
     float_pointers=("lse", "grad_lse", "workspace"),

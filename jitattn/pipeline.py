@@ -23,27 +23,36 @@ from .config import KernelConfig
 from .errors import CompileError
 from .plan import Plan, make_plan
 from .problem import Problem
-from .target import Target
+from .target import Target, cores
 
-__all__ = ["Kernel", "Launch", "Ready", "prefetch", "resolve", "resolve_all", "stats"]
+__all__ = ["Kernel", "Launch", "Ready", "is_ready", "prefetch", "resolve", "resolve_all", "stats"]
 
 
 class Launch(Protocol):
     """A kernel with everything but its pointers."""
 
     workspace_bytes: int
-    """What the `workspace` pointer must point to, if there is one."""
+    """What the `workspace` pointer must point to for this kernel, beyond the plan's own."""
 
-    def __call__(self, pointers: bytes, threads: Callable[[], int]) -> None:
-        """Run it; later work on the tensors sees the result. `threads` is asked where the host's threads matter."""
+    def __call__(self, pointers: bytes, where: Callable[[], int]) -> None:
+        """Run it; later work on the tensors sees the result. `where` is asked for the number of the host's threads that
+        may take part, or for the GPU's stream that it is put on."""
         ...
 
 
 class Loaded(Protocol):
-    """What a runtime makes of a binary."""
+    """What a runtime makes of an artifact."""
 
-    def prepare(self, blocks: int, parameters: bytes) -> Launch:
-        """A launch of so many blocks with the parameters of a params.Table, their pointers still null."""
+    def is_on(self, device: int) -> bool:
+        """Whether it can be launched on a device of the target's kind, by its index, with nothing left to load."""
+        ...
+
+    def load(self, device: int) -> None:
+        """Bring it onto the device, unless it is there."""
+        ...
+
+    def prepare(self, blocks: int, parameters: bytes, device: int) -> Launch:
+        """A launch of so many blocks there with the parameters of a params.Table, their pointers still null."""
         ...
 
 
@@ -65,10 +74,10 @@ class Ready:
     plan: Plan
     kernels: tuple[Kernel, ...]
 
-    def prepare(self, parameters: bytes) -> tuple[Launch, ...]:
+    def prepare(self, parameters: bytes, device: int) -> tuple[Launch, ...]:
         """The launches of the plan's steps, in order, which share their parameters."""
         steps = zip(self.kernels, self.plan.steps, strict=True)
-        return tuple(kernel.loaded.prepare(step.blocks, parameters) for kernel, step in steps)
+        return tuple(kernel.loaded.prepare(step.blocks, parameters, device) for kernel, step in steps)
 
 
 def resolve(problem: Problem, target: Target) -> Ready:
@@ -96,6 +105,13 @@ def prefetch(problem: Problem, target: Target) -> None:
         _future(step.config, target)
 
 
+def is_ready(problem: Problem, target: Target, device: int) -> bool:
+    """Whether the problem can be launched there with nothing left to compile or to load."""
+    with _lock:
+        futures = [_futures.get((step.config, target)) for step in make_plan(problem, target).steps]
+    return all(f is not None and f.done() and not f.exception() and f.result().loaded.is_on(device) for f in futures)
+
+
 def stats() -> dict[str, Any]:
     """Counts of this process: kernels "compiled", "disk_hits", "memory_hits", and "compile_seconds"."""
     with _lock:
@@ -118,7 +134,7 @@ def _future(config: KernelConfig, target: Target) -> Future[Kernel]:
     with _lock:
         future = _futures.get((config, target))
         if future is None or _may_succeed_now(future):
-            future = _futures[config, target] = _workers(target.units).submit(_make, config, target)
+            future = _futures[config, target] = _workers().submit(_make, config, target)
         return future
 
 
@@ -130,17 +146,17 @@ def _may_succeed_now(failed: Future[Kernel]) -> bool:
 
 
 @functools.cache
-def _workers(units: int) -> ThreadPoolExecutor:
-    # The work is done by compiler processes; the threads only wait for them.
-    return ThreadPoolExecutor(max_workers=max(2, units), thread_name_prefix="jitattn-compile")
+def _workers() -> ThreadPoolExecutor:
+    # The work is done by compiler processes, or by a compiler in this one that leaves the interpreter's lock alone.
+    return ThreadPoolExecutor(max_workers=max(2, cores()), thread_name_prefix="jitattn-compile")
 
 
 def _make(config: KernelConfig, target: Target) -> Kernel:
-    compiler = toolchain.find(target.vendor)
+    compiler = toolchain.find(target)
     text = source.assemble(config, target, compiler.identity())
     artifact, origin = store.default().get_or_build(text.digest, lambda: _compile(config, target, text, compiler))
     runtime = importlib.import_module(f".runtime.{target.vendor}", __package__)
-    return Kernel(config, artifact, origin, runtime.Loaded(artifact.binary))
+    return Kernel(config, artifact, origin, runtime.Loaded(artifact))
 
 
 def _compile(config: KernelConfig, target: Target, text: source.Source, compiler: toolchain.Toolchain) -> Artifact:
@@ -151,11 +167,11 @@ def _compile(config: KernelConfig, target: Target, text: source.Source, compiler
         text.text,
         binary.data,
         target=str(target),
-        entry="jitattn_work",
+        entry=text.entry,
         toolchain=compiler.identity(),
         flags=text.flags,
         compile_seconds=binary.seconds,
-        resources={"binary_bytes": len(binary.data)},
+        resources={"binary_bytes": len(binary.data), **binary.resources},
         description=str(config),
     )
 

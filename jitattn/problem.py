@@ -17,6 +17,8 @@ _COMPILED = {"kind": "compiled"}
 _PLANNED = {"kind": "planned"}
 # The field reaches the kernel as an argument: another value compiles nothing.
 _RUNTIME = {"kind": "runtime"}
+# Kernels for GPUs depend on the field; the host's do not.
+_GPU = {"kind": "gpu"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +27,7 @@ class Problem:
     v (batch, heads_kv, seq_kv, head_dim_v).
 
     With `causal`, row m sees key n when n <= m + diagonal: 0 aligns the top left corners, seq_kv - seq_q the bottom
-    right ones. Strides and pointers belong to a launch and are not part of a problem.
+    right ones. Strides and pointers belong to a launch; of them a problem has only how they are aligned.
     """
 
     direction: Direction = field(metadata=_COMPILED)
@@ -40,6 +42,11 @@ class Problem:
     heads_kv: int = field(metadata=_PLANNED)
     diagonal: int = field(metadata=_RUNTIME)
     scale: float = field(metadata=_RUNTIME)
+    alignment: int = field(default=16, metadata=_GPU)
+    """Bytes, 16, 8, 4 or 2, that divide the address of every row of the tensors that are read; 1 where neighbours
+    within a row do not lie side by side."""
+    deterministic: bool = field(default=False, metadata=_GPU)
+    """Whether gradients must be bitwise equal run after run. The host's always are."""
 
     def __str__(self) -> str:
         dims = f"{self.head_dim}" if self.head_dim == self.head_dim_v else f"{self.head_dim}/{self.head_dim_v}"
@@ -47,5 +54,5 @@ class Problem:
 
     @classmethod
     def field_kinds(cls) -> dict[str, str]:
-        """Each field's name and whether it is "compiled", "planned" or "runtime"."""
+        """Each field's name and whether it is "compiled", "planned", "runtime" or "gpu"."""
         return {f.name: f.metadata["kind"] for f in fields(cls)}

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from . import api, launch, pipeline, settings, target
@@ -52,8 +54,7 @@ def explain(q: Tensor, k: Tensor, v: Tensor, *, direction: Direction = "forward"
     :param direction: "forward", or "backward" for the kernels that compute its gradients
     :raises: what the call itself would raise
     """
-    scale, causal = _normalised(q, k, v, options)
-    problem, on = launch.describe(direction, q, k, v, scale, causal), target.detect(q.device.type)
+    problem, on = _problem(direction, q, k, v, options), launch.target_of(q.device)
     return Explanation(problem, on, pipeline.resolve(problem, on))
 
 
@@ -69,38 +70,61 @@ class WarmupReport:
         return f"{self.kernels} kernels ready, {self.compiled} of them compiled ({self.compile_seconds:.1f} s of work)"
 
 
-def warmup(*problems_or_calls: Any, target_name: str = "host") -> WarmupReport:
-    """Compile now what later calls will need, several kernels side by side.
+def warmup(*problems_or_calls: Any, target_name: str | None = None) -> WarmupReport:
+    """Compile now what later calls will need, several kernels side by side, and load it onto the GPU that is meant.
 
     Each argument is a Problem, or a call's arguments: a (q, k, v) tuple or a (q, k, v, options) tuple. Tensors on the
-    "meta" device or fake ones will do: only shapes, dtypes and flags count. A call whose tensors require gradients
-    warms its backward up too.
+    "meta" device or fake ones will do: only shapes, dtypes, strides and flags count. A call whose tensors require
+    gradients warms its backward up too.
 
+    :param target_name: what to compile for: a device of this machine ("cpu", "cuda", "cuda:1"), or any target ("host",
+        "sm_90"), which compiles and loads nothing. By default it is the device of a call's tensors, and the cpu for a
+        Problem and for tensors on "meta".
     :raises: what the calls themselves would raise
     """
-    on = target.parse(target_name)
-    problems = [problem for each in problems_or_calls for problem in _problems(each)]
-    ready = pipeline.resolve_all(problems, on)
-    kernels = {kernel.artifact.key: kernel for each in ready for kernel in each.kernels}
+    kernels: dict[str, Kernel] = {}
+    for (on, device), problems in _by_place(problems_or_calls, target_name).items():
+        for ready in pipeline.resolve_all(problems, on):
+            kernels |= {kernel.artifact.key: kernel for kernel in ready.kernels}
+            if device is not None:
+                for kernel in ready.kernels:
+                    kernel.loaded.load(device)
     compiled = [kernel.artifact for kernel in kernels.values() if kernel.origin == "compiled"]
     return WarmupReport(len(kernels), len(compiled), sum(a.meta["compile_seconds"] for a in compiled))
 
 
-def _problems(each: Any) -> Iterable[Problem]:
-    if isinstance(each, Problem):
-        yield each
-        return
-    q, k, v, *rest = each
-    scale, causal = _normalised(q, k, v, rest[0] if rest else {})
-    yield launch.describe("forward", q, k, v, scale, causal)
-    if q.requires_grad or k.requires_grad or v.requires_grad:
-        yield launch.describe("backward", q, k, v, scale, causal)
+_Place = tuple[target.Target, int | None]  # what is compiled for, and the device that it is loaded onto
 
 
-def _normalised(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> tuple[float | None, str]:
-    """A call's scale and causal alignment, checked as the call would check them."""
+def _by_place(problems_or_calls: Iterable[Any], target_name: str | None) -> dict[_Place, list[Problem]]:
+    """The problems that are posed, by where they will be met."""
+    found: dict[_Place, list[Problem]] = {}
+    for each in problems_or_calls:
+        problems, device = ([each], "cpu") if isinstance(each, Problem) else _posed(*each)
+        found.setdefault(_place(target_name or device), []).extend(problems)
+    return found
+
+
+def _place(name: str) -> _Place:
+    if re.fullmatch(r"cpu|cuda(:\d+)?", name):
+        device = torch.device(name)
+        return launch.target_of(device), launch.device_index(device)
+    return target.parse(name), None
+
+
+def _posed(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any] | None = None) -> tuple[list[Problem], str]:
+    trains = q.requires_grad or k.requires_grad or v.requires_grad
+    directions: tuple[Direction, ...] = ("forward", "backward") if trains else ("forward",)
+    problems = [_problem(direction, q, k, v, options or {}) for direction in directions]
+    return problems, "cpu" if q.device.type == "meta" else str(q.device)
+
+
+def _problem(direction: Direction, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Problem:
+    """What a call asks for, checked as the call would check it."""
     given = inspect.signature(api.attention).bind(q, k, v, **options)
     given.apply_defaults()
     api.refuse(**given.arguments)
     launch.check(q, k, v)
-    return given.arguments["scale"], api.align(given.arguments["causal"], q, k)
+    scale, deterministic = given.arguments["scale"], given.arguments["deterministic"]
+    causal = api.align(given.arguments["causal"], q, k)
+    return launch.describe(direction, q, k, v, scale, causal, deterministic, launch.addresses(q, k, v))

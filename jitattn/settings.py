@@ -31,6 +31,9 @@ class Settings:
     log: str
     cxx: str | None
     host_isa: str | None
+    nvrtc: Path | None
+    cuda_arch: str | None
+    line_info: bool
     override: Path | None
     compile_limit: int
 
@@ -71,6 +74,12 @@ def _count(text: str) -> int:
     if count < 0:
         raise ValueError("a count must not be negative")
     return count
+
+
+def _switch(text: str) -> bool:
+    if text.strip() not in ("0", "1"):
+        raise ValueError("choose 0 or 1")
+    return text.strip() == "1"
 
 
 def _path(text: str) -> Path:
@@ -138,6 +147,18 @@ VARIABLES: tuple[Variable, ...] = (
     Variable(
         "JITATTN_HOST_ISA", "host_isa", str, lambda: None, "this machine's own",
         "Instruction set of host kernels, such as x86-64-v3.",
+    ),
+    Variable(
+        "JITATTN_NVRTC", "nvrtc", _path, lambda: None, "that of a pip package, else the system's",
+        "NVRTC library that compiles CUDA kernels, a path.",
+    ),
+    Variable(
+        "JITATTN_CUDA_ARCH", "cuda_arch", str, lambda: None, "the GPU's own",
+        "Architecture of CUDA kernels, such as sm_80, for GPUs that are newer.",
+    ),
+    Variable(
+        "JITATTN_LINE_INFO", "line_info", _switch, lambda: False, "0",
+        "1: CUDA kernels carry the line numbers of kernel_src for profilers, and take longer to compile and to load.",
     ),
     Variable(
         "JITATTN_OVERRIDE", "override", _path, lambda: None, "unset",

@@ -24,9 +24,16 @@ _ELEMENTS = {"float32": "float", "bfloat16": "bf16", "float16": "f16"}
 # Kernel name -> the file and class template of the algorithm, and its launch parameters.
 _KERNELS = {
     "forward": ("attn/forward.h", "Forward", params.FORWARD),
+    "combine": ("attn/combine.h", "Combine", params.FORWARD),
+    "delta": ("attn/delta.h", "Delta", params.BACKWARD),
     "backward": ("attn/backward.h", "Backward", params.BACKWARD),
+    "grad_query": ("attn/grad_query.h", "GradQuery", params.BACKWARD),
+    "store_grad_query": ("attn/store_grad_query.h", "StoreGradQuery", params.BACKWARD),
     "reduce_grad_query": ("attn/reduce.h", "ReduceGradQuery", params.BACKWARD),
 }
+
+# What JITATTN_ENTRY of an architecture calls the function that a runtime looks for.
+_ENTRIES = {"host": "jitattn_work", "cuda": "jitattn_kernel"}
 
 _INCLUDE = re.compile(r'^#include\s+"([^"]+)"\s*$')
 
@@ -36,6 +43,7 @@ class Source:
     """A translation unit. Its digest is the key of everything made from it."""
 
     text: str
+    entry: str
     flags: tuple[str, ...]
     digest: str
     overridden: bool = False
@@ -66,15 +74,18 @@ def assemble(config: KernelConfig, target: Target, compiler: str) -> Source:
         "JITATTN_ENTRY(Algorithm, Params)",
         "",
     ])  # fmt: skip
-    return _overridden(Source(text, target.compile_flags, key_of(text)))
+    return _overridden(Source(text, _ENTRIES[target.vendor], target.compile_flags, key_of(text)))
 
 
 def _config_struct(config: KernelConfig) -> str:
-    integers = ("head_dim", "head_dim_v", "block_m", "block_n", "panel")
-    booleans = ("causal", "bf16_dot")
+    members = [(name, getattr(config, name)) for name in ("head_dim", "head_dim_v", "causal", "block_m", "block_n")]
     lines = [f"  using Element = {_ELEMENTS[config.dtype]};"]
-    lines += [f"  static constexpr i32 {name} = {getattr(config, name)};" for name in integers]
-    lines += [f"  static constexpr bool {name} = {str(getattr(config, name)).lower()};" for name in booleans]
+    for name, value in (*members, *config.constants):
+        lines.append(
+            f"  static constexpr bool {name} = {str(value).lower()};"
+            if isinstance(value, bool)
+            else f"  static constexpr i32 {name} = {value};"
+        )
     return "\n".join(["struct Config {", *lines, "};"])
 
 
@@ -125,4 +136,4 @@ def _overridden(source: Source) -> Source:
     if path is None or not path.is_file():
         return source
     text = path.read_text(encoding="utf-8")
-    return Source(text, source.flags, key_of(text), overridden=True)
+    return Source(text, source.entry, source.flags, key_of(text), overridden=True)

@@ -7,6 +7,8 @@ build box can compile for another.
     'host:x86-64-v3'
     >>> parse("host:x86-64-v3").vector_bytes
     32
+    >>> parse("sm_90a").compile_flags
+    ('--gpu-architecture=sm_90a',)
 """
 
 from __future__ import annotations
@@ -18,14 +20,14 @@ import platform
 import sys
 import sysconfig
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 from . import settings
 from .errors import JitattnError, Unsupported
 
-__all__ = ["HOST_ARCHS", "Target", "detect", "host", "parse"]
+__all__ = ["CUDA_ARCHS", "HOST_ARCHS", "Target", "cores", "cuda", "detect", "host", "parse", "portable"]
 
 Vendor = Literal["host", "cuda", "hip"]
 
@@ -38,15 +40,19 @@ class Target:
     arch: str
     overlay: tuple[str, ...]
     """Include folders below kernel_src, nearest first: a file in an earlier one hides its namesakes."""
+    table: str
+    """The file of tables/ that has its tile shapes."""
     compile_flags: tuple[str, ...]
-    """The instruction set in GCC's and Clang's current spelling; a toolchain may translate it. Never "native":
-    these words are in the text that a kernel's key is computed from."""
+    """The instruction set: of the host in GCC's and Clang's current spelling, which a toolchain may translate. Never
+    "native": these words are in the text that a kernel's key is computed from."""
     vector_bytes: int
-    """Width of the vector registers that kernels are written for."""
+    """Width of the vector registers that kernels are written for; of a GPU, what a thread loads at once at the most."""
     bf16_dot: bool
-    """Whether the machine multiplies pairs of bfloat16 into float32 in one instruction."""
+    """Whether the machine multiplies bfloat16 into float32 in one instruction."""
     units: int
-    """Cores that this process may use; it sizes launches and is never compiled in."""
+    """Cores that this process may use, or a GPU's multiprocessors; it sizes launches and is never compiled in."""
+    shared_bytes: int = 0
+    """Shared memory that one block of a GPU's threads may have."""
 
     def __str__(self) -> str:
         return f"{self.vendor}:{self.arch}"
@@ -81,26 +87,78 @@ HOST_ARCHS: dict[str, _HostArch] = {
 }
 
 
+class _CudaArch(NamedTuple):
+    """A row of CUDA_ARCHS."""
+
+    capability: tuple[int, int]
+    folders: tuple[str, ...]
+    """Of kernel_src/arch, nearest first, before those that all have."""
+    table: str
+    shared_kib: int
+    """Shared memory that one block may have; the multiprocessor has at most 1 KiB more."""
+    units: int
+    """Multiprocessors of a usual GPU of this kind, for plans where there is none to ask."""
+    alone: bool = False
+    """Whether code for it runs on no other GPU: an "a" in the name, or a system on a chip."""
+
+
+_SM75, _SM80, _SM90 = ("sm75", "sm80"), ("sm80",), ("sm90", "sm80")
+
+# Oldest first; of two rows with one capability a GPU gets the later.
+CUDA_ARCHS: dict[str, _CudaArch] = {
+    "sm_70": _CudaArch((7, 0), ("sm70", *_SM75), "sm_75", 96, 80),
+    "sm_75": _CudaArch((7, 5), _SM75, "sm_75", 64, 40),
+    "sm_80": _CudaArch((8, 0), _SM80, "sm_80", 163, 108),
+    "sm_86": _CudaArch((8, 6), _SM80, "sm_86", 99, 84),
+    "sm_87": _CudaArch((8, 7), _SM80, "sm_80", 163, 16, True),
+    "sm_89": _CudaArch((8, 9), _SM80, "sm_86", 99, 128),
+    "sm_90": _CudaArch((9, 0), _SM90, "sm_90", 227, 132),
+    "sm_90a": _CudaArch((9, 0), _SM90, "sm_90", 227, 132, True),
+    "sm_100a": _CudaArch((10, 0), _SM80, "sm_90", 227, 148, True),
+    "sm_103a": _CudaArch((10, 3), _SM80, "sm_90", 227, 148, True),
+    "sm_110a": _CudaArch((11, 0), _SM80, "sm_90", 227, 20, True),
+    "sm_120a": _CudaArch((12, 0), _SM80, "sm_120", 99, 170, True),
+    "sm_121a": _CudaArch((12, 1), _SM80, "sm_120", 99, 48, True),
+}
+
+
 def parse(text: str) -> Target:
-    """The target of a name: "host" (this machine) or "host:ARCH" with an ARCH of HOST_ARCHS.
+    """The target of a name: "host" (this machine), "host:ARCH" with an ARCH of HOST_ARCHS, or "cuda:ARCH" with one of
+    CUDA_ARCHS, where "compute_80" in place of "sm_80" stands for PTX, which newer GPUs compile for themselves as they
+    load it. "cuda:" may be left out.
 
     :raises Unsupported: no such target in this version; the message lists those that exist.
     """
     vendor, _, arch = text.strip().partition(":")
+    if vendor.startswith(("sm_", "compute_")) and not arch:
+        vendor, arch = "cuda", vendor
     read = _VENDORS.get(vendor)
     if read is None:
         raise Unsupported(f"no target {text!r} in this version; {_existing()}")
     return read(arch)
 
 
-def detect(device_type: str) -> Target:
-    """The target of a torch device type on this machine.
+def detect(device_type: str, capability: tuple[int, int] = (0, 0), units: int = 0) -> Target:
+    """The target of a torch device type on this machine; of a GPU its compute capability and multiprocessors are given.
 
     :raises Unsupported: kernels for that kind of device do not exist in this version.
     """
-    if device_type != "cpu":
-        raise Unsupported(f"no target for {device_type!r} tensors in this version: move them to the cpu")
-    return host()
+    if device_type == "cpu":
+        return host()
+    if device_type == "cuda":
+        return cuda(capability, units)
+    raise Unsupported(f"no target for {device_type!r} tensors in this version: move them to the cpu or a CUDA device")
+
+
+def cuda(capability: tuple[int, int], units: int) -> Target:
+    """A GPU of that capability, or the older architecture that JITATTN_CUDA_ARCH asks for.
+
+    :raises Unsupported: the GPU is older than any that kernels are written for.
+    :raises JitattnError: JITATTN_CUDA_ARCH names something unknown, or what the GPU does not run.
+    """
+    wanted = settings.current().cuda_arch
+    arch = _cuda_arch(capability) if wanted is None else _cuda_allowed(wanted, capability)
+    return replace(_cuda(arch), units=units)
 
 
 def host() -> Target:
@@ -112,6 +170,16 @@ def host() -> Target:
     return _host(_machine_arch() if wanted is None else _allowed(wanted))
 
 
+def portable(target: Target) -> Target:
+    """The same architecture of a GPU as PTX.
+
+    :raises Unsupported: the target is no CUDA GPU.
+    """
+    if target.vendor != "cuda":
+        raise Unsupported(f"{target} has no PTX: name a CUDA architecture, such as sm_90")
+    return replace(_cuda(_as_ptx(target.arch)), units=target.units)
+
+
 def _parse_host(arch: str) -> Target:
     if not arch:
         return host()
@@ -120,13 +188,79 @@ def _parse_host(arch: str) -> Target:
     return _host(arch)
 
 
+def _parse_cuda(arch: str) -> Target:
+    if _row_name(arch) not in CUDA_ARCHS:
+        raise Unsupported(f"no target 'cuda:{arch}' in this version; {_existing()}")
+    return _cuda(arch)
+
+
 # Vendor -> reader of what follows "vendor:". A new vendor is a row here, a table of its architectures and a
 # line in detect.
-_VENDORS: dict[str, Callable[[str], Target]] = {"host": _parse_host}
+_VENDORS: dict[str, Callable[[str], Target]] = {"host": _parse_host, "cuda": _parse_cuda}
 
 
 def _existing() -> str:
-    return "there are host, " + ", ".join(f"host:{arch}" for arch in HOST_ARCHS)
+    names = [f"host:{arch}" for arch in HOST_ARCHS] + [f"cuda:{arch}" for arch in CUDA_ARCHS]
+    return "there are host, " + ", ".join(names)
+
+
+@functools.cache
+def _cuda(arch: str) -> Target:
+    row = CUDA_ARCHS[_row_name(arch)]
+    return Target(
+        vendor="cuda",
+        arch=arch,
+        overlay=(*(f"arch/{folder}" for folder in (*row.folders, "cuda", "gpu")), "."),
+        table=row.table,
+        compile_flags=(f"--gpu-architecture={arch}",),
+        vector_bytes=16,
+        bf16_dot=row.capability >= (8, 0),
+        units=row.units,
+        shared_bytes=row.shared_kib << 10,
+    )
+
+
+def _row_name(arch: str) -> str:
+    """The name in CUDA_ARCHS of an architecture, whichever form it is asked for in."""
+    return arch.replace("compute_", "sm_")
+
+
+def _cuda_arch(capability: tuple[int, int]) -> str:
+    """The best for a GPU: code that it runs as it is, else the PTX of an older one."""
+    exact = [name for name, row in CUDA_ARCHS.items() if row.capability == capability]
+    if exact:
+        return exact[-1]
+    older = [name for name, row in CUDA_ARCHS.items() if row.capability < capability and not row.alone]
+    if not older:
+        raise Unsupported(
+            f"this GPU's compute capability {_dotted(capability)} is older than 7.0, where the matrix instructions "
+            f'begin that the kernels are made of: use torch\'s SDPA or backend="reference"'
+        )
+    return older[-1] if _runs_as_it_is(older[-1], capability) else _as_ptx(older[-1])
+
+
+def _cuda_allowed(wanted: str, capability: tuple[int, int]) -> str:
+    """The architecture that JITATTN_CUDA_ARCH names, in the form that the GPU runs."""
+    row = CUDA_ARCHS.get(_row_name(wanted))
+    if row is None:
+        raise JitattnError(f"JITATTN_CUDA_ARCH={wanted!r}: choose one of {', '.join(CUDA_ARCHS)}")
+    if row.capability > capability or (row.alone and row.capability != capability):
+        raise JitattnError(f"JITATTN_CUDA_ARCH={wanted!r}: code for it does not run on a GPU of {_dotted(capability)}")
+    return wanted if _runs_as_it_is(wanted, capability) else _as_ptx(wanted)
+
+
+def _runs_as_it_is(arch: str, capability: tuple[int, int]) -> bool:
+    """Machine code runs on the same major version, from its own minor version on."""
+    row = CUDA_ARCHS[_row_name(arch)]
+    return row.capability[0] == capability[0] and row.capability <= capability
+
+
+def _as_ptx(arch: str) -> str:
+    return arch.replace("sm_", "compute_")
+
+
+def _dotted(capability: tuple[int, int]) -> str:
+    return f"{capability[0]}.{capability[1]}"
 
 
 @functools.cache
@@ -136,14 +270,16 @@ def _host(arch: str) -> Target:
         vendor="host",
         arch=arch,
         overlay=("arch/host", "."),
+        table="host",
         compile_flags=row.compile_flags,
         vector_bytes=row.vector_bytes,
         bf16_dot=row.bf16_dot,
-        units=_cores(),
+        units=cores(),
     )
 
 
-def _cores() -> int:
+def cores() -> int:
+    """Of this machine, as many as this process may use."""
     if sys.platform == "linux":
         return len(os.sched_getaffinity(0))  # a container or taskset may allow fewer than there are
     return os.cpu_count() or 1

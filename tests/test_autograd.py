@@ -169,6 +169,21 @@ def test_saved_tensors_can_be_offloaded_and_checkpointed() -> None:
             assert torch.equal(a, b) and torch.equal(a, c)
 
 
+@pytest.mark.parametrize("layout", ["bshd", "packed", "padded", "strided", "expand_heads", "odd"])
+def test_hooks_may_give_saved_tensors_back_with_other_strides(layout: str) -> None:
+    """As offloading does: what it stores is contiguous, whatever the tensor was."""
+    inputs = make_inputs(Case(heads_q=4, seq_q=33, seq_kv=47, layouts=cases.all_layouts(layout)))
+    expected = oracle.run(inputs, jitattn.attention, causal="bottom_right")
+
+    def attention(*tensors: Tensor, **options: Any) -> Any:
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x.detach().clone(), lambda x: x.contiguous()):
+            return jitattn.attention(*tensors, causal="bottom_right", **options)
+
+    got = oracle.run(inputs, attention)
+    for name in oracle.NAMES:
+        torch.testing.assert_close(got[name], expected[name])
+
+
 # Compiled and traced.
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import jitattn
-from jitattn import bench, cli, doctor
+from jitattn import bench, cli, doctor, peers
 
 
 @pytest.fixture(autouse=True)
@@ -21,7 +21,7 @@ def _one_thread() -> None:
 
 
 CPU = torch.device("cpu")
-CASE = bench.Case("float32", batch=1, heads=2, heads_kv=1, seq=65, head_dim=32, causal=True, backward=True)
+CASE = peers.Case("float32", batch=1, heads=2, heads_kv=1, seq=65, head_dim=32, causal=True, passes="fwd+bwd")
 
 
 def test_quick_run_writes_table_and_json(
@@ -35,7 +35,7 @@ def test_quick_run_writes_table_and_json(
     for result in record["results"]:
         assert set(result["ratio"]) == {"sdpa", "sdpa-math"} and result["skipped"] == {}
         assert all(len(times) >= bench.MIN_ROUNDS for times in result["seconds"].values())
-        assert set(result["errors"]) == ({"out", "dq", "dk", "dv"} if result["case"]["backward"] else {"out"})
+        assert set(result["errors"]) == ({"out", "dq", "dk", "dv"} if result["case"]["passes"] != "fwd" else {"out"})
     machine = record["machine"]
     assert machine["threads"] == 1 and machine["environment"]["ATEN_CPU_CAPABILITY"] == "default"
     assert machine["cpu"] and machine["compiler"] and machine["date"] and machine["torch"] == torch.__version__
@@ -102,21 +102,21 @@ def test_peers_that_cannot_run_are_named(monkeypatch: pytest.MonkeyPatch, capsys
     def everywhere(device: torch.device) -> None:
         return None
 
-    peers = (
+    tried = (
         *bench.PEERS[:1],
-        bench.Peer("broken", everywhere, broken, lambda case: 0),
-        bench.Peer("huge", everywhere, bench.sdpa, lambda case: 1 << 60),
+        peers.Peer("broken", everywhere, broken, lambda case: 0),
+        peers.Peer("huge", everywhere, peers.sdpa, lambda case: 1 << 60),
     )
-    result = bench.measure(CASE, peers, CPU, seconds=0.01)
+    result = bench.measure(CASE, tried, CPU, seconds=0.01)
     assert set(result["ratio"]) == {"sdpa"}
     assert result["skipped"]["broken"] == "no kernel for this" and "GiB" in result["skipped"]["huge"]
-    assert "no kernel for this" in bench.row(CASE, result, peers)
+    assert "no kernel for this" in bench.row(CASE, result, tried)
 
 
 def test_peers_not_importable_are_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    absent = bench.Peer("absent", lambda device: "pip install absent", bench.sdpa, lambda case: 0)
+    absent = peers.Peer("absent", lambda device: "pip install absent", peers.sdpa, lambda case: 0)
     monkeypatch.setattr(bench, "PEERS", (*bench.PEERS, absent))
     assert bench.run([CASE], CPU, tmp_path, doctor.machine(), peers=["sdpa", "absent"], seconds=0.01) == 0
     out = capsys.readouterr().out
@@ -124,12 +124,30 @@ def test_peers_not_importable_are_left_out(
 
 
 def test_operations_are_counted_as_products_of_visible_pairs() -> None:
-    def flops(causal: bool, backward: bool) -> float:
-        return bench.Case("float32", 2, 8, 8, 128, 64, causal, backward).flops
+    def flops(causal: bool, passes: peers.Passes) -> float:
+        return peers.Case("float32", 2, 8, 8, 128, 64, causal, passes).flops
 
-    assert flops(False, False) == 4 * 2 * 8 * 128 * 128 * 64
-    assert flops(False, True) == 3.5 * flops(False, False)
-    assert flops(True, False) / flops(False, False) == pytest.approx(129 / 256)
+    forward = flops(False, "fwd")
+    assert forward == 4 * 2 * 8 * 128 * 128 * 64
+    assert flops(False, "bwd") == 2.5 * forward and flops(False, "fwd+bwd") == 3.5 * forward
+    assert flops(True, "fwd") / forward == pytest.approx(129 / 256)
+
+
+def test_tokens_and_width_are_shared_out() -> None:
+    cases = bench.grid(["float16"], [64, 256], [32, 64], [False], ["fwd"], batch=1, heads=1, tokens=1024, width=128)
+    assert {(case.seq, case.head_dim): (case.batch, case.heads, case.heads_kv) for case in cases} == {
+        (64, 32): (16, 4, 4), (256, 32): (4, 4, 4), (64, 64): (16, 2, 2), (256, 64): (4, 2, 2),
+    }  # fmt: skip
+
+
+def test_a_backward_pass_alone_gives_the_same_gradients() -> None:
+    both = peers.Case("float32", 1, 2, 2, 33, 16, True, "fwd+bwd")
+    inputs = bench.make_inputs(both, CPU)
+    attend = peers.sdpa(both)
+    alone = bench.bind(attend, peers.Case("float32", 1, 2, 2, 33, 16, True, "bwd"), inputs)
+    for _ in range(2):  # it can be called again and again
+        for a, b in zip(alone(), bench.bind(attend, both, inputs)(), strict=True):
+            assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("options", [["--heads", "8", "--heads-kv", "3"], ["--peers", "nobody"], ["--seq", "0"]])

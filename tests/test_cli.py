@@ -14,6 +14,8 @@ import torch
 import jitattn
 from jitattn import cache, cli, doctor, store, target
 from jitattn.artifact import Artifact, key_of
+from jitattn.errors import ToolchainMissing
+from jitattn.toolchain import nvrtc
 
 SMALL = ["--head-dim", "16", "--seq", "64", "--heads", "2"]
 
@@ -124,6 +126,29 @@ def test_show_resources_and_listing(capsys: pytest.CaptureFixture[str]) -> None:
     assert "binary_bytes" in run(capsys, "show", *SMALL, "--resources")
     listing = run(capsys, "show", *SMALL, "--listing")
     assert "<jitattn_work>:" in listing or "objdump" in listing
+
+
+def test_show_for_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        nvrtc.find("sm_80")
+    except ToolchainMissing as missing:
+        pytest.skip(str(missing))
+    problem = [*SMALL, "--dtype", "float16", "--target", "sm_80", "--backward"]
+    delta, backward, *_ = json.loads(run(capsys, "show", *problem, "--json"))
+    assert delta["target"] == "cuda:sm_80" and "--gpu-architecture=sm_80" in delta["compiler flags"]
+    assert "jitattn_kernel" in backward["source"] and "grad_query = true" in backward["source"]
+    for facts in json.loads(run(capsys, "show", *problem, "--resources", "--json")):
+        assert facts["registers"] > 0 and facts["threads"] % 32 == 0 and facts["shared_bytes"] >= 0
+    assert ".target sm_80" in run(capsys, "show", *problem, "--ptx")
+    listing = run(capsys, "show", *problem, "--sass")
+    assert "EXIT" in listing or "nvidia-cuda-nvdisasm" in listing
+    other = json.loads(run(capsys, "show", *problem, "--deterministic", "--alignment", "4", "--json"))
+    assert "vector = 4" in other[1]["source"] and "attn::GradQuery" in other[2]["source"]
+
+
+def test_show_has_no_ptx_of_the_host(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["show", "--ptx"]) == 1
+    assert "has no PTX" in capsys.readouterr().err
 
 
 def test_show_refuses_what_does_not_exist(capsys: pytest.CaptureFixture[str]) -> None:

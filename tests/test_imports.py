@@ -22,7 +22,7 @@ ROWS = (
     {"launch", "reference"},
     {"ops"},
     {"api"},
-    {"service"},
+    {"peers", "service"},
     {"bench", "compat", "demo", "doctor"},
     {"cli"},
     {"__init__", "__main__"},

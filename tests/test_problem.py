@@ -47,9 +47,14 @@ OTHERS: dict[str, tuple[object, ...]] = {
     "heads_kv": (1, 2, 8),
     "diagonal": (0, -500, 1, 2**40),
     "scale": (0.0, -1.0, 1.0, 1e-30),
+    "alignment": (16, 8, 4, 1),
+    "deterministic": (False, True),
 }
 TARGETS = [target.parse(f"host:{arch}") for arch in target.HOST_ARCHS]
 V4 = target.parse("host:x86-64-v4+bf16")
+SM90, SM75 = target.parse("sm_90"), target.parse("sm_75")
+# Head dims beyond these have no kernels on a GPU.
+GPU_OTHERS = {name: tuple(v for v in OTHERS[name] if v <= 256) for name in ("head_dim", "head_dim_v")}  # type: ignore[operator]
 
 
 @functools.cache
@@ -63,7 +68,7 @@ def texts(problem: Problem, on: target.Target = V4) -> tuple[str, ...]:
 
 
 def test_every_field_has_a_kind_and_is_perturbed() -> None:
-    assert set(KINDS.values()) <= {"compiled", "planned", "runtime"}
+    assert set(KINDS.values()) <= {"compiled", "planned", "runtime", "gpu"}
     assert set(OTHERS) == {field.name for field in fields(Problem)} == set(KINDS)
 
 
@@ -73,10 +78,25 @@ def test_perturbing_a_field_changes_the_text_iff_it_is_compiled_in(name: str, ba
     seen = {texts(replace(base, **{name: value})) for value in OTHERS[name]}
     if KINDS[name] == "compiled":
         assert len(seen) == len(OTHERS[name])
-    elif KINDS[name] == "runtime":
+    elif KINDS[name] in ("runtime", "gpu"):
         assert seen == {texts(base)}
     else:
         assert len({text for kernels in seen for text in kernels}) <= 4
+
+
+@pytest.mark.parametrize("base", BASES, ids=str)
+@pytest.mark.parametrize("name", OTHERS)
+def test_the_same_on_a_gpu(name: str, base: Problem) -> None:
+    values = GPU_OTHERS.get(name, OTHERS[name])
+    seen = [texts(replace(base, **{name: value}), SM90) for value in values]
+    if KINDS[name] == "compiled" or name == "alignment":
+        assert len(set(seen)) == len(seen)
+    elif KINDS[name] == "runtime":
+        assert set(seen) == {texts(base, SM90)}
+    elif name == "deterministic":
+        assert (seen[0] == seen[1]) == (base.direction == "forward")
+    else:
+        assert len({text for kernels in seen for text in kernels}) <= 8
 
 
 @pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if kind != "compiled"])
@@ -84,10 +104,13 @@ def test_a_value_that_is_not_compiled_in_is_not_in_the_text(name: str) -> None:
     """Values that no tile size has would show as themselves."""
     odd = replace(BASES[0], **{name: 918_273})
     assert all("918273" not in text for text in texts(odd))
+    if KINDS[name] != "gpu":
+        assert all("918273" not in text for text in texts(odd, SM90))
 
 
+@pytest.mark.parametrize("on", [V4, SM90], ids=str)
 @pytest.mark.parametrize("base", BASES, ids=str)
-def test_serving_traffic_settles_on_a_handful_of_texts(base: Problem) -> None:
+def test_serving_traffic_settles_on_a_handful_of_texts(base: Problem, on: target.Target) -> None:
     rng = random.Random(0)
     seen: set[str] = set()
     late = 0
@@ -103,7 +126,7 @@ def test_serving_traffic_settles_on_a_handful_of_texts(base: Problem) -> None:
             diagonal=rng.randint(-100_000, 100_000),
             scale=rng.uniform(-2, 2),
         )
-        new = set(texts(problem)) - seen
+        new = set(texts(problem, on)) - seen
         seen |= new
         late += bool(new) and count > 300
     assert len(seen) <= 6

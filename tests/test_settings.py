@@ -27,6 +27,7 @@ def test_defaults() -> None:
     assert now.cache_dir.is_absolute()
     assert (now.cache_bytes, now.cache_wait, now.log, now.compile_limit) == (1 << 30, 60.0, "info", 64)
     assert (now.cxx, now.host_isa, now.override) == (None, None, None)
+    assert (now.nvrtc, now.cuda_arch, now.line_info) == (None, None, False)
 
 
 @pytest.mark.parametrize(
@@ -42,6 +43,9 @@ def test_defaults() -> None:
         ("JITATTN_CXX", "g++-13", "g++-13"),
         ("JITATTN_HOST_ISA", "x86-64-v3", "x86-64-v3"),
         ("JITATTN_OVERRIDE", "/tmp/edited", Path("/tmp/edited")),
+        ("JITATTN_NVRTC", "/opt/libnvrtc.so.13", Path("/opt/libnvrtc.so.13")),
+        ("JITATTN_CUDA_ARCH", "sm_80", "sm_80"),
+        ("JITATTN_LINE_INFO", "1", True),
         ("JITATTN_COMPILE_LIMIT", "3", 3),
     ],
 )

@@ -220,9 +220,10 @@ def test_the_package_finds_the_host_compiler(found: dict[str, Compiler], monkeyp
     if not found:
         pytest.skip("no compiler here")
     monkeypatch.delenv("JITATTN_CXX", raising=False)
-    assert toolchain.find("host") is toolchain.find("host")
-    with pytest.raises(ToolchainMissing, match="cuda"):
-        toolchain.find("cuda")
+    here = target.host()
+    assert toolchain.find(here) is toolchain.find(here)
+    with pytest.raises(ToolchainMissing, match="hip"):
+        toolchain.find(dataclasses.replace(here, vendor="hip"))
 
 
 @LINUX

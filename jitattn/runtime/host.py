@@ -17,30 +17,47 @@ from pathlib import Path
 from typing import Any
 
 from .. import settings
+from ..artifact import Artifact
 from ..errors import JitattnError
 from . import team
 
 __all__ = ["Launch", "Loaded", "load"]
 
-# kernel_src/arch/host/launch.h: blocks taken, done and in all; workers, bytes for each, their memory.
-_JOB = struct.Struct("=5q")
-_MEMORY = struct.Struct("=Q")
+# kernel_src/arch/host/launch.h: blocks taken, done and in all; workers, bytes for each, their memory. Then parameters.
+_HEAD = struct.Struct("=5qQ")
 
 
 class Loaded:
     """A kernel in this process."""
 
-    def __init__(self, binary: bytes) -> None:
-        library = load(binary)
+    def __init__(self, artifact: Artifact) -> None:
+        library = load(artifact.binary)
         self.worker_bytes = _function(library.jitattn_worker_bytes, ctypes.c_int64, ctypes.c_char_p)
         self.workspace_bytes = _function(library.jitattn_workspace_bytes, ctypes.c_int64, ctypes.c_char_p)
         self.work = _function(library.jitattn_work, None, ctypes.c_void_p)
         self.wait = _function(library.jitattn_wait, None, ctypes.c_void_p)
         self.work_address = ctypes.cast(self.work, ctypes.c_void_p).value or 0
 
-    def prepare(self, blocks: int, parameters: bytes) -> Launch:
+    def is_on(self, device: int) -> bool:
+        """See pipeline.Loaded."""
+        return True
+
+    def load(self, device: int) -> None:
+        """See pipeline.Loaded. There is one host, whatever its index."""
+
+    def prepare(self, blocks: int, parameters: bytes, device: int) -> Launch:
         """See pipeline.Loaded."""
         return Launch(self, blocks, parameters)
+
+
+class _Job:
+    """What a launch hands to the kernel."""
+
+    __slots__ = ("address", "content")
+
+    def __init__(self, parameters: bytes) -> None:
+        self.content = bytearray(_HEAD.size) + parameters
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.content))
 
 
 class Launch:
@@ -52,31 +69,37 @@ class Launch:
         self.workspace_bytes: int = kernel.workspace_bytes(parameters) if blocks else 0
         worker_bytes: int = kernel.worker_bytes(parameters) if blocks else 0
         self._worker_bytes = -(-worker_bytes // team.ALIGNMENT) * team.ALIGNMENT
-        self._job = _JOB.pack(0, 0, blocks, 0, self._worker_bytes) + bytes(_MEMORY.size) + parameters
+        self._parameters = parameters
+        # Each launch that is under way has one of these to itself.
+        self._idle: list[_Job] = []
 
-    def __call__(self, pointers: bytes, threads: Callable[[], int]) -> None:
-        """Run all blocks on up to `threads()` threads, this one among them, and return when they are done."""
+    def __call__(self, pointers: bytes, where: Callable[[], int]) -> None:
+        """Run all blocks on up to `where()` threads, this one among them, and return when they are done."""
         blocks = self._blocks
-        workers = blocks if blocks < 2 else min(threads(), blocks)
+        workers = blocks if blocks < 2 else min(where(), blocks)
         if workers == 0:
             return
         memory = team.scratch(workers * self._worker_bytes)
-        job = bytearray(self._job)
-        _MEMORY.pack_into(job, _JOB.size, memory.address)
-        job[_JOB.size + _MEMORY.size : _JOB.size + _MEMORY.size + len(pointers)] = pointers
-        address = ctypes.addressof(ctypes.c_char.from_buffer(job))
+        try:
+            job = self._idle.pop()
+        except IndexError:
+            job = _Job(self._parameters)
+        _HEAD.pack_into(job.content, 0, 0, 0, blocks, 0, self._worker_bytes, memory.address)
+        job.content[_HEAD.size : _HEAD.size + len(pointers)] = pointers
         if workers == 1:
-            self._kernel.work(address)
+            self._kernel.work(job.address)
         elif team.openmp is not None:
-            team.openmp(self._kernel.work_address, address, workers, 0)
+            team.openmp(self._kernel.work_address, job.address, workers, 0)
         else:
-            team.call(workers - 1, self._help, (job, address))
-            self._kernel.work(address)
-            self._kernel.wait(address)
+            team.call(workers - 1, self._help, (job,))
+            self._kernel.work(job.address)
+            self._kernel.wait(job.address)
+            return  # helpers may still look at the job
+        self._idle.append(job)
 
-    def _help(self, job: bytearray, address: int) -> None:
+    def _help(self, job: _Job) -> None:
         """A helper's part. Coming late it finds no block left and touches nothing but the job, which it keeps alive."""
-        self._kernel.work(address)
+        self._kernel.work(job.address)
 
 
 def _function(function: Any, result: Any, *arguments: Any) -> Any:

@@ -1,17 +1,23 @@
 """Text in, bytes out: the seam between the assembled source and the compilers.
 
-One module a compiler. Each offers a class with the two methods of ``Toolchain``; nothing above this package
-knows how any of them works, and none of them knows what it compiles.
+One module a compiler. Each offers a class with the methods of ``Toolchain``; nothing above this package knows how any
+of them works, and none of them knows what it compiles.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+import hashlib
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
 
+from .. import settings
 from ..errors import ToolchainMissing
+from ..target import Target
 
-__all__ = ["Binary", "Toolchain", "find"]
+__all__ = ["Binary", "Toolchain", "find", "keep_refused"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,11 +25,13 @@ class Binary:
     """What a compiler made of one translation unit."""
 
     data: bytes
-    """The loadable file's content: a shared library on the host."""
+    """The loadable file's content: a shared library on the host, a cubin or PTX for CUDA."""
     log: str
     """Whatever the compiler printed, warnings included."""
     seconds: float
     """Wall time from the call to the bytes."""
+    resources: Mapping[str, Any] = field(default_factory=dict)
+    """What the kernel takes of the machine, as far as the compiler tells, in JSON values."""
 
 
 class Toolchain(Protocol):
@@ -43,14 +51,42 @@ class Toolchain(Protocol):
         """
         ...
 
+    def listing(self, binary: bytes) -> str:
+        """The machine code of what it compiled as text, or a line that says which tool would show it."""
+        ...
 
-def find(vendor: str) -> Toolchain:
-    """This machine's compiler for a target's vendor.
+
+def find(target: Target) -> Toolchain:
+    """This machine's compiler for a target.
 
     :raises ToolchainMissing: there is none; the message says what to install.
     """
-    if vendor == "host":
+    if target.vendor == "host":
         from . import host
 
         return host.find()
-    raise ToolchainMissing(f"no compiler for {vendor} kernels in this version")
+    if target.vendor == "cuda":
+        from . import nvrtc
+
+        return nvrtc.find(target.arch)
+    raise ToolchainMissing(f"no compiler for {target.vendor} kernels in this version")
+
+
+def keep_refused(text: str, suffix: str) -> Path | None:
+    """Leave a source that a compiler refused where it can be read; None if that is nowhere."""
+    name = hashlib.sha256(text.encode()).hexdigest()[:16] + suffix
+    try:
+        return _written(settings.current().cache_dir / "failed", name, text)
+    except OSError:
+        pass
+    try:
+        return _written(Path(tempfile.mkdtemp(prefix="jitattn-")), name, text)
+    except OSError:
+        return None
+
+
+def _written(folder: Path, name: str, text: str) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / name
+    path.write_text(text, encoding="utf-8", newline="\n")
+    return path

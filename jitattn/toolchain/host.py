@@ -26,7 +26,7 @@ from typing import Literal, NamedTuple
 
 from .. import settings
 from ..errors import CompileError, ToolchainMissing
-from . import Binary
+from . import Binary, keep_refused
 
 __all__ = ["Compiler", "HostToolchain", "find", "listing", "probe", "survey"]
 
@@ -138,7 +138,11 @@ class HostToolchain:
                 if "undefined symbol" not in log:
                     break
         message = f"{self.compiler} refused a kernel (exit status {status}){_advice(log)}"
-        raise CompileError(message, log=log, source_path=_keep(text))
+        raise CompileError(message, log=log, source_path=keep_refused(text, ".cpp"))
+
+    def listing(self, binary: bytes) -> str:
+        """See Toolchain.listing."""
+        return listing(binary)
 
 
 def find() -> HostToolchain:
@@ -335,25 +339,6 @@ def _advice(log: str) -> str:
         ": it, or its assembler, is older than this instruction set. Take a newer one (pip install 'jitattn[cpu]' "
         "and JITATTN_CXX='python -m ziglang cc'), or less with JITATTN_HOST_ISA=x86-64-v3"
     )
-
-
-def _keep(text: str) -> Path | None:
-    """Leave a refused source where it can be read; None if that is nowhere."""
-    try:
-        return _written(settings.current().cache_dir / "failed", text)
-    except OSError:
-        pass
-    try:
-        return _written(Path(tempfile.mkdtemp(prefix="jitattn-")), text)
-    except OSError:
-        return None
-
-
-def _written(folder: Path, text: str) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{_digest(text)}.cpp"
-    path.write_text(text, encoding="utf-8", newline="\n")
-    return path
 
 
 def _digest(text: str) -> str:

@@ -37,6 +37,7 @@ struct Forward {
     for (i32 i = 0; i < used; ++i) {
       Panel& panel = memory.panel[i];
       panel.query.load_rows(q.from(i * C::panel), panel_rows(b, i));
+      if (p.scale < 0.0f) panel.query.negate();
       panel.out.clear();
       panel.softmax.start();
     }
@@ -67,15 +68,19 @@ struct Forward {
     const i32 rows = panel_rows(b, i);
     const i64 keys_end = base::least(key + C::block_n, mask.keys_end(first, rows));
     if (keys_end <= key) return;
-    arch::dot(memory.scores, panel.query, rows, memory.keys, (i32)(keys_end - key));
-    const float scale = p.scale * base::log2_e;
-    const auto scaled = [&](auto, auto, arch::Value x) { return x * scale; };
-    const i32 limit = mask.limit(first, key);
-    const auto masked = [&](auto row, auto column, arch::Value x) {
-      return arch::select(column - row <= limit, x * scale, arch::splat(-base::infinity));
-    };
-    const auto factor = mask.whole(first, keys_end) ? panel.softmax.update(memory.scores, scaled)
-                                                    : panel.softmax.update(memory.scores, masked);
+    const i32 keys = (i32)(keys_end - key);
+    const float scale = softmax_scale(p.scale);
+    arch::PerRow<C, arch::Value> factor;
+    if (mask.whole(first, keys_end)) {
+      const auto top = arch::dot_and_top(memory.scores, panel.query, rows, memory.keys, keys);
+      factor = panel.softmax.update(memory.scores, top, scale);
+    } else {
+      arch::dot(memory.scores, panel.query, rows, memory.keys, keys);
+      const i32 limit = mask.limit(first, key);
+      factor = panel.softmax.update(memory.scores, scale, [&](auto row, auto column, arch::Value x) {
+        return arch::select(column - row <= limit, x, arch::splat(-base::infinity));
+      });
+    }
     arch::sum_over_keys(panel.out.at, factor, memory.scores, rows, memory.values);
   }
 

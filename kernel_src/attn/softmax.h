@@ -1,46 +1,66 @@
-// Softmax over keys that arrive tile by tile (Milakov and Gimelshein 2018; Dao et al. 2022), in base 2: scores come
-// multiplied by log2(e), so that exp2 is the only transcendental function.
+// Softmax over keys that arrive tile by tile (Milakov and Gimelshein 2018; Dao et al. 2022), in base 2: the scale that
+// scores are multiplied by contains log2(e), so that exp2 is the only transcendental function.
 #pragma once
 #include "tile.h"
 
 namespace attn {
 
+// |scale| log2(e) as the softmax takes it. It must be positive: the largest score is then also the largest scaled one,
+// and a score of -inf stays -inf. Whoever has a negative scale negates the queries; instead of 0 it is the smallest
+// number that is not subnormal.
+FN float softmax_scale(float scale) {
+  return base::most(base::smallest, (scale < 0.0f ? -scale : scale) * base::log2_e);  // a NaN is kept
+}
+
 template <class C>
 struct OnlineSoftmax {
   struct Statistic {
-    arch::Value top;     // the largest score so far
-    arch::Value anchor;  // what is subtracted before exp2: top, or 0 while no key was visible
-    arch::Value total;   // sum of exp2(score - anchor)
+    arch::Value anchor;  // what is subtracted before exp2: near the largest scaled score, -inf while no key was visible
+    arch::Value total;   // sum of exp2(score * scale - anchor)
   };
   arch::PerRow<C, Statistic> rows;
 
   METHOD void start() {
-    for (auto& row : rows.slot) row = {arch::splat(-base::infinity), arch::splat(0.0f), arch::splat(0.0f)};
+    for (auto& row : rows.slot) row = {arch::splat(-base::infinity), arch::splat(0.0f)};
   }
 
-  // Scores -> weights. `score(row, column, x)` gives the final score. Returns what earlier sums must be multiplied by.
+  // Scores -> weights. `scale` is positive; `score(row, column, x)` gives a score from a product, -inf for none.
+  // Returns what earlier sums must be multiplied by.
   template <class F>
-  METHOD arch::PerRow<C, arch::Value> update(arch::Scores<C>& scores, F score) {
-    arch::PerRow<C, Statistic> now = rows;
-    scores.each(now, [&](Statistic& s, auto row, auto column, arch::Value& x) {
+  METHOD arch::PerRow<C, arch::Value> update(arch::Scores<C>& scores, float scale, F score) {
+    arch::PerRow<C, Best> best = none();
+    scores.each(best, [&](Best& b, auto row, auto column, arch::Value& x) {
       x = score(row, column, x);
-      s.top = arch::max(s.top, x);
+      b.top = arch::max(b.top, x);
     });
-    arch::share_max(now);
-    arch::PerRow<C, arch::Value> factor;
-    for (i32 i = 0; i < now.slots; ++i) {
-      auto& s = now.slot[i];
-      s.anchor = arch::select(s.top == -base::infinity, arch::splat(0.0f), s.top);
-      factor.slot[i] = arch::exp2(rows.slot[i].top - s.anchor);
-      s.total = arch::splat(0.0f);
-    }
+    const auto factor = raise(best, scale);
+    weigh(scores, scale);
+    return factor;
+  }
+  // The same where every product is a score and each row's largest is known.
+  METHOD arch::PerRow<C, arch::Value> update(arch::Scores<C>& scores, arch::PerRow<C, arch::Value> const& top,
+                                             float scale) {
+    arch::PerRow<C, Best> best;
+    for (i32 i = 0; i < best.slots; ++i) best.slot[i].top = top.slot[i];
+    const auto factor = raise(best, scale);
+    weigh(scores, scale);
+    return factor;
+  }
+
+  // The two passes of an update: the first looks for larger scores, the second makes weights.
+  METHOD arch::PerRow<C, arch::Value> raise(arch::Scores<C>& scores, float scale) {
+    arch::PerRow<C, Best> best = none();
+    scores.each(best, [](Best& b, auto, auto, arch::Value& x) { b.top = arch::max(b.top, x); });
+    return raise(best, scale);
+  }
+  METHOD void weigh(arch::Scores<C>& scores, float scale) {
+    arch::PerRow<C, Statistic> now;
+    for (i32 i = 0; i < now.slots; ++i) now.slot[i] = {finite(rows.slot[i].anchor), arch::splat(0.0f)};
     scores.each(now, [&](Statistic& s, auto, auto, arch::Value& x) {
-      x = arch::exp2(x - s.anchor);
+      x = arch::exp2(x * scale - s.anchor);
       s.total += x;
     });
-    for (i32 i = 0; i < now.slots; ++i) now.slot[i].total += rows.slot[i].total * factor.slot[i];
-    rows = now;
-    return factor;
+    for (i32 i = 0; i < now.slots; ++i) rows.slot[i].total += now.slot[i].total;
   }
 
   // After the last tile: 1 / total (0 for a row that saw nothing), and the natural-log LSE (-inf for such a row).
@@ -53,6 +73,34 @@ struct OnlineSoftmax {
       lse.slot[i] = (s.anchor + arch::log2(s.total)) * base::ln_2;
     }
     return inverse;
+  }
+
+ private:
+  struct Best {
+    arch::Value top;  // the largest score of a tile, not scaled
+  };
+  static METHOD arch::PerRow<C, Best> none() {
+    arch::PerRow<C, Best> best;
+    for (auto& row : best.slot) row.top = arch::splat(-base::infinity);
+    return best;
+  }
+  static METHOD arch::Value finite(arch::Value anchor) {
+    return arch::select(anchor == -base::infinity, arch::splat(0.0f), anchor);
+  }
+
+  METHOD arch::PerRow<C, arch::Value> raise(arch::PerRow<C, Best>& best, float scale) {
+    arch::share_max(best);
+    arch::PerRow<C, arch::Value> factor;
+    for (i32 i = 0; i < factor.slots; ++i) {
+      auto& s = rows.slot[i];
+      const auto before = s.anchor, top = best.slot[i].top * scale;
+      // While weights stay below 2^8 the anchor stays too, and earlier sums as they are.
+      s.anchor = arch::select(top > before + 8.0f, top, before);
+      // 0 from the first visible key on: there are no sums before it.
+      factor.slot[i] = arch::exp2(before - finite(s.anchor));
+      s.total *= factor.slot[i];
+    }
+    return factor;
   }
 };
 

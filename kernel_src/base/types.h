@@ -13,3 +13,11 @@ struct bf16 {
 struct f16 {
   u16 bits;
 };
+
+// Registers that are loaded or stored at once.
+struct Words2 {
+  u32 word[2];
+};
+struct Words4 {
+  u32 word[4];
+};

@@ -97,6 +97,9 @@ struct VectorRows {
         for (i32 r = 0; r < lanes; ++r) *(typename Op::Vector*)(words + (w + r) * ld + i) = block[r];
       }
   }
+  METHOD void negate() {
+    for (i32 i = 0; i < depth * ld; i += lanes) *(Bits*)(words + i) ^= Op::signs;
+  }
 };
 
 // Rows contracted over the rows themselves (they are summed with weights). [rows / per_word][elements]

@@ -19,6 +19,7 @@ struct Operand {  // float32 words, whatever the tensor's type
   using Word = float;
   using Vector = Value;
   static constexpr i32 per_word = 1;
+  static constexpr u32 signs = 0x80000000u;
   static METHOD Vector broadcast(Word x) { return splat(x); }
   static METHOD Value multiply_add(Value sum, Vector a, Vector b) { return sum + a * b; }
 };
@@ -28,6 +29,7 @@ struct Operand<bf16, true> {
   using Word = u32;
   using Vector = Bits;
   static constexpr i32 per_word = 2;
+  static constexpr u32 signs = 0x80008000u;
   static METHOD Vector broadcast(Word x) { return x - Bits{}; }
   static METHOD Value multiply_add(Value sum, Vector a, Vector b) {
 #if defined(__AVX512BF16__)
@@ -37,15 +39,16 @@ struct Operand<bf16, true> {
   }
 };
 
-// What the sums in memory start from: nothing, themselves, or themselves times a factor for each row.
-enum class Start { zero, same, scaled };
+// What the sums in memory start from: nothing, themselves, or themselves times a factor for each row; or nothing, and
+// what `top` has for each column is raised to the largest sum there.
+enum class Start { zero, same, scaled, zero_and_top };
 
 // c[rows][vectors * lanes] = start + a b, summed apart from what it is added to (so that rounding grows with the length
 // of a tile, not of the sequence), with `depth` words along the contraction. a holds row i's word w at a[i * lda + w],
 // or, transposed, at a[w * lda + i]; b holds word w of column j at b[w * ldb + j].
 template <class Op, i32 rows, i32 vectors, bool a_transposed, Start start>
 LEAF void product_block(float* c, i64 ldc, const typename Op::Word* a, i64 lda, const typename Op::Word* b, i64 ldb,
-                        i32 depth, const float* factor) {
+                        i32 depth, const float* factor, Value* top) {
   Value sum[rows][vectors] = {};
   for (i32 w = 0; w < depth; ++w) {
     typename Op::Vector column[vectors];
@@ -63,8 +66,18 @@ LEAF void product_block(float* c, i64 ldc, const typename Op::Word* a, i64 lda, 
 #pragma GCC unroll 4
     for (i32 j = 0; j < vectors; ++j) {
       Value& to = *(Value*)(c + i * ldc + j * lanes);
-      to = start == Start::zero ? sum[i][j] : (start == Start::same ? to : to * factor[i]) + sum[i][j];
+      if constexpr (start == Start::same) sum[i][j] += to;
+      if constexpr (start == Start::scaled) sum[i][j] += to * factor[i];
+      to = sum[i][j];
     }
+  if constexpr (start == Start::zero_and_top) {
+#pragma GCC unroll 16
+    for (i32 i = 1; i < rows; ++i)
+#pragma GCC unroll 4
+      for (i32 j = 0; j < vectors; ++j) sum[0][j] = max(sum[0][j], sum[i][j]);
+#pragma GCC unroll 4
+    for (i32 j = 0; j < vectors; ++j) top[j] = max(top[j], sum[0][j]);
+  }
 }
 
 template <i32 n>
@@ -74,25 +87,28 @@ struct Count {
 
 template <class Op, i32 vectors, bool a_transposed, Start start>
 FN void product_column(float* c, i64 ldc, const typename Op::Word* a, i64 lda, const typename Op::Word* b, i64 ldb,
-                       i32 rows, i32 depth, const float* factor) {
+                       i32 rows, i32 depth, const float* factor, Value* top) {
   i32 i = 0;
   const auto blocks = [&](auto height) {
     for (; i + height.value <= rows; i += height.value)
       product_block<Op, height.value, vectors, a_transposed, start>(c + i * ldc, ldc, a + i * (a_transposed ? 1 : lda),
-                                                                    lda, b, ldb, depth, factor + i);
+                                                                    lda, b, ldb, depth, factor + i, top);
   };
   blocks(Count<block_rows>{});
-  if constexpr (a_transposed) blocks(Count<2>{});  // rows come in pairs there, elsewhere in whole blocks
+  if constexpr (a_transposed) {  // rows come in pairs there, elsewhere in whole blocks
+    blocks(Count<4>{});
+    blocks(Count<2>{});
+  }
 }
 
 // The whole product, `vectors` wide: known when compiled, or else (0) given as `width`.
 template <class Op, i32 vectors, bool a_transposed, Start start>
 FN void product(float* c, i64 ldc, const typename Op::Word* a, i64 lda, const typename Op::Word* b, i64 ldb, i32 rows,
-                i32 width, i32 depth, const float* factor = nullptr) {
+                i32 width, i32 depth, const float* factor = nullptr, Value* top = nullptr) {
   i32 j = 0;
   const auto column = [&](auto wide) {
     product_column<Op, wide.value, a_transposed, start>(c + j * lanes, ldc, a, lda, b + j * lanes, ldb, rows, depth,
-                                                        factor);
+                                                        factor, top + j);
     j += wide.value;
   };
   if constexpr (vectors == 0 || vectors >= block_vectors)

@@ -23,7 +23,16 @@ typedef HalfBits UnalignedHalfBits __attribute__((aligned(2)));
 
 FN Value splat(float x) { return x - Value{}; }
 FN Index splat(i32 x) { return x - Index{}; }
-FN Value max(Value a, Value b) { return a > b ? a : b; }  // a NaN in b is kept
+// A NaN in b is kept. GCC makes two instructions of the comparison where one side is a constant.
+FN Value max(Value a, Value b) {
+#if defined(__AVX__)
+  Value x;
+  asm("vmaxps %2, %1, %0" : "=v"(x) : "v"(a), "vm"(b));
+  return x;
+#else
+  return a > b ? a : b;
+#endif
+}
 FN Value select(Index condition, Value yes, Value no) { return condition ? yes : no; }
 
 FN Index iota() {

@@ -133,13 +133,33 @@ struct Sums {
   }
 };
 
+// Scores of keys from `first` to `end`, which is rounded up to a whole block.
+template <Start start, class C, class Panel, class Tile>
+FN void dot_part(Scores<C>& scores, Panel const& panel, Tile const& tile, i32 first, i32 end, Value* top) {
+  product<Op<C>, 0, false, start>(scores.at + first * scores.ld, scores.ld, tile.words + first * tile.ld, tile.ld,
+                                  panel.words, panel.ld, base::round_up(end - first, block_rows), scores.slots,
+                                  Tile::depth, nullptr, top);
+}
 // scores = A B^T for a panel A of query rows and the first `keys` rows of a key tile B.
 template <class C, class Panel, class Tile>
 FN void dot(Scores<C>& scores, Panel const& panel, i32 rows, Tile const& tile, i32 keys) {
   scores.keys = keys;
   scores.slots = base::ceil_div(rows, lanes);
-  product<Op<C>, 0, false, Start::zero>(scores.at, scores.ld, tile.words, tile.ld, panel.words, panel.ld,
-                                        base::round_up(keys, block_rows), scores.slots, Tile::depth);
+  dot_part<Start::zero>(scores, panel, tile, 0, keys, nullptr);
+}
+// The same, and of each row the largest score: as long as scores are in registers, that costs no pass over them.
+template <class C, class Panel, class Tile>
+FN PerRow<C, Value> dot_and_top(Scores<C>& scores, Panel const& panel, i32 rows, Tile const& tile, i32 keys) {
+  scores.keys = keys;
+  scores.slots = base::ceil_div(rows, lanes);
+  PerRow<C, Value> top;
+  for (Value& x : top.slot) x = splat(-base::infinity);
+  const i32 whole = keys / block_rows * block_rows;
+  dot_part<Start::zero_and_top>(scores, panel, tile, 0, whole, top.slot);
+  if (whole < keys) dot_part<Start::zero>(scores, panel, tile, whole, keys, nullptr);
+  for (i32 n = whole; n < keys; ++n)  // the block has more, which are no scores
+    for (i32 j = 0; j < scores.slots; ++j) top.slot[j] = max(top.slot[j], scores.at_slot(n, j));
+  return top;
 }
 
 // sums[row] += sum over keys of weights[row][key] tile[key]

@@ -1,0 +1,240 @@
+// Tiles of a block of threads in the algorithm's terms: matrices in registers, spread over the block's warps, and their
+// products with rows in shared memory.
+#pragma once
+#include "shared.h"
+
+namespace arch {
+
+// Warps side by side: `down` along a matrix's rows, `across` its columns.
+template <i32 down_, i32 across_>
+struct Warps {
+  static constexpr i32 down = down_, across = across_;
+};
+
+// Columns that a matrix of head-dim rows has: whole operands for each of the warps side by side.
+template <class C>
+constexpr i32 columns(i32 head_dim) {
+  return base::round_up(head_dim, C::pad);
+}
+
+// A float32 matrix in the registers of a block, each warp holding a rectangle of it.
+template <class W, i32 rows, i32 columns>
+struct Matrix {
+  static constexpr i32 warp_rows = rows / W::down, warp_columns = columns / W::across;
+  static constexpr i32 m_tiles = warp_rows / 16, n_tiles = warp_columns / 8;
+  static_assert(warp_rows % 16 == 0 && warp_columns % 16 == 0, "a warp's part must be whole operands");
+  float at[m_tiles][n_tiles][4];
+
+  static METHOD i32 first_row() { return warp() / W::across * warp_rows; }
+  static METHOD i32 first_column() { return warp() % W::across * warp_columns; }
+  // Where element e of tile (i, j) of this lane stands.
+  static METHOD i32 row(i32 i, i32 e) { return first_row() + i * 16 + e / 2 * 8 + lane() / 4; }
+  static METHOD i32 column(i32 j, i32 e) { return first_column() + j * 8 + lane() % 4 * 2 + e % 2; }
+
+  METHOD void clear() {
+#pragma unroll
+    for (i32 i = 0; i < m_tiles; ++i)
+#pragma unroll
+      for (i32 j = 0; j < n_tiles; ++j)
+#pragma unroll
+        for (i32 e = 0; e < 4; ++e) at[i][j][e] = 0.0f;
+  }
+
+  METHOD void add(Matrix const& other) {
+#pragma unroll
+    for (i32 i = 0; i < m_tiles; ++i)
+#pragma unroll
+      for (i32 j = 0; j < n_tiles; ++j)
+#pragma unroll
+        for (i32 e = 0; e < 4; ++e) at[i][j][e] += other.at[i][j][e];
+  }
+
+  // f(row slot, row, column, element) for every element of this lane.
+  template <class F>
+  METHOD void each_slot(F f) {
+#pragma unroll
+    for (i32 i = 0; i < m_tiles; ++i)
+#pragma unroll
+      for (i32 j = 0; j < n_tiles; ++j)
+#pragma unroll
+        for (i32 e = 0; e < 4; ++e) f(2 * i + e / 2, row(i, e), column(j, e), at[i][j][e]);
+  }
+
+  // f(statistic, row, column, element), the statistic being that of the row.
+  template <class PerRow, class F>
+  METHOD void each(PerRow&& statistics, F f) {
+    each_slot([&](i32 slot, i32 row, i32 column, float& x) { f(statistics.slot[slot], row, column, x); });
+  }
+
+  // f(row slot, element, the other's element)
+  template <class F>
+  METHOD void each_with(Matrix const& other, F f) {
+#pragma unroll
+    for (i32 i = 0; i < m_tiles; ++i)
+#pragma unroll
+      for (i32 j = 0; j < n_tiles; ++j)
+#pragma unroll
+        for (i32 e = 0; e < 4; ++e) f(2 * i + e / 2, at[i][j][e], other.at[i][j][e]);
+  }
+
+  // As the left side of a product that contracts columns: 16 rows, one step of columns.
+  template <class E>
+  METHOD Operand<E> left(i32 i, i32 step_index) const {
+    u32 words[4];
+    if constexpr (sizeof(E) == 4) {
+      const float (&x)[4] = at[i][step_index];
+      words[0] = ptx::bits(x[0]), words[1] = ptx::bits(x[2]), words[2] = ptx::bits(x[1]), words[3] = ptx::bits(x[3]);
+    } else {
+      const float (&x)[4] = at[i][2 * step_index], (&y)[4] = at[i][2 * step_index + 1];
+      words[0] = pack(E{}, x[0], x[1]), words[1] = pack(E{}, x[2], x[3]);
+      words[2] = pack(E{}, y[0], y[1]), words[3] = pack(E{}, y[2], y[3]);
+    }
+    Operand<E> operand;
+    operand.set(words);
+    return operand;
+  }
+
+  // Puts the elements, converted, into rows of shared memory; `factor(slot)` is what a row is multiplied by.
+  template <class Rows, class F>
+  METHOD void put(Rows& to, F factor) const {
+#pragma unroll
+    for (i32 i = 0; i < m_tiles; ++i)
+#pragma unroll
+      for (i32 j = 0; j < n_tiles; ++j)
+#pragma unroll
+        for (i32 e = 0; e < 4; e += 2) {
+          const float f = factor(2 * i + e / 2);
+          to.put(row(i, e), column(j, e), at[i][j][e] * f, at[i][j][e + 1] * f);
+        }
+  }
+};
+
+// Scores of the query rows of a block against a tile of keys: every warp has whole rows.
+template <class C>
+using Scores = Matrix<Warps<C::warps, 1>, C::block_m, C::block_n>;
+
+// One value for each query row that a lane holds scores of; four lanes share a row.
+template <class C, class T>
+struct PerRow {
+  static constexpr i32 slots = 2 * Scores<C>::m_tiles;
+  T slot[slots];
+};
+
+// Makes of the parts of four lanes what the whole row has.
+template <class C, class T>
+FN void share_max(PerRow<C, T>& rows) {
+#pragma unroll
+  for (i32 mask = 1; mask < 4; mask *= 2)
+#pragma unroll
+    for (i32 i = 0; i < rows.slots; ++i)
+      rows.slot[i].top = max(rows.slot[i].top, ptx::shuffle_xor(rows.slot[i].top, mask));
+}
+template <class C, class T>
+FN void share_sum(PerRow<C, T>& rows) {
+#pragma unroll
+  for (i32 mask = 1; mask < 4; mask *= 2)
+#pragma unroll
+    for (i32 i = 0; i < rows.slots; ++i) rows.slot[i].total += ptx::shuffle_xor(rows.slot[i].total, mask);
+}
+
+// Whether a row of this warp has a factor other than 1.
+template <class C>
+FN bool any_changes(PerRow<C, float> const& factor) {
+  bool changes = false;
+#pragma unroll
+  for (i32 i = 0; i < factor.slots; ++i) changes |= factor.slot[i] != 1.0f;
+  return ptx::any(changes);
+}
+
+// One value a row, in global memory.
+template <class C>
+FN void store_per_row(float* to, PerRow<C, float> const& from, i32 rows) {
+  if (lane() % 4) return;
+#pragma unroll
+  for (i32 i = 0; i < from.slots; ++i) {
+    const i32 row = Scores<C>::row(i / 2, i % 2 * 2);
+    if (row < rows) to[row] = from.slot[i];
+  }
+}
+
+// Products of a warp: `left(i, k)` gives the operand of row tile i, `right(j, k)` that of column pair j, for every step
+// k of what is contracted, each once. The right operands are loaded `ahead` products before they are used: what shared
+// memory takes to answer then passes during products. The tensor cores do not round sums to nearest (Ootomo and Yokota
+// 2022): where elements are floats, sums of more than a few steps are added up outside.
+
+// to += left right, all in the tensor cores
+template <class E, i32 steps, i32 ahead, class M, class Left, class Right>
+FN void multiply_inside(M& to, Left left, Right right) {
+  constexpr i32 pairs = M::n_tiles / 2, products = steps * pairs;
+  constexpr i32 kept = ahead / pairs + 2;  // steps whose left operands are in use
+  Operand<E> a[kept][M::m_tiles], b[ahead + 1];
+#pragma unroll
+  for (i32 t = 0; t < products + ahead; ++t) {
+    if (t < products) {
+      const i32 j = t % pairs, k = t / pairs;
+      if (j == 0)
+#pragma unroll
+        for (i32 i = 0; i < M::m_tiles; ++i) a[k % kept][i] = left(i, k);
+      b[t % (ahead + 1)] = right(j, k);
+    }
+    const i32 u = t - ahead, j = u % pairs, k = u / pairs;
+    if (u < 0) continue;
+#pragma unroll
+    for (i32 i = 0; i < M::m_tiles; ++i) {
+      multiply_add<0>(to.at[i][2 * j], a[k % kept][i], b[u % (ahead + 1)]);
+      multiply_add<1>(to.at[i][2 * j + 1], a[k % kept][i], b[u % (ahead + 1)]);
+    }
+  }
+}
+
+// to += left right
+template <class E, i32 steps, i32 ahead, class M, class Left, class Right>
+FN void multiply(M& to, Left left, Right right) {
+  if constexpr (sizeof(E) == 2) {
+    multiply_inside<E, steps, ahead>(to, left, right);
+  } else {
+    constexpr i32 few = steps % 4 ? 2 : 4;
+#pragma unroll 1  // a product of floats is much code, which takes long to compile
+    for (i32 first = 0; first < steps; first += few) {
+      M apart;
+      apart.clear();
+      multiply_inside<E, few, ahead>(
+          apart, [&](i32 i, i32 k) { return left(i, first + k); }, [&](i32 j, i32 k) { return right(j, first + k); });
+      to.add(apart);
+    }
+  }
+}
+
+// The same for wide sums that stay in registers from tile to tile: floats take a pair of columns after the other, so
+// that few registers hold what is added outside. Their left operands are kept.
+template <class E, i32 steps, i32 ahead, class M, class Left, class Right>
+FN void multiply_wide(M& to, Left left, Right right) {
+  if constexpr (sizeof(E) == 2) {
+    multiply<E, steps, ahead>(to, left, right);
+  } else {
+    Operand<E> a[M::m_tiles][steps];
+#pragma unroll
+    for (i32 i = 0; i < M::m_tiles; ++i)
+#pragma unroll
+      for (i32 k = 0; k < steps; ++k) a[i][k] = left(i, k);
+#pragma unroll
+    for (i32 j = 0; j < M::n_tiles / 2; ++j) {
+      float apart[M::m_tiles][2][4] = {};
+#pragma unroll
+      for (i32 k = 0; k < steps; ++k) {
+        const Operand<E> b = right(j, k);
+#pragma unroll
+        for (i32 i = 0; i < M::m_tiles; ++i) {
+          multiply_add<0>(apart[i][0], a[i][k], b);
+          multiply_add<1>(apart[i][1], a[i][k], b);
+        }
+      }
+#pragma unroll
+      for (i32 i = 0; i < M::m_tiles; ++i)
+#pragma unroll
+        for (i32 e = 0; e < 4; ++e) to.at[i][2 * j][e] += apart[i][0][e], to.at[i][2 * j + 1][e] += apart[i][1][e];
+    }
+  }
+}
+
+}  // namespace arch

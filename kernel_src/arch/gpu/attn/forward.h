@@ -1,0 +1,151 @@
+// Forward attention as a GPU runs it: a block of threads holds a block of query rows, and tiles of keys and values pass
+// through shared memory while it computes (FlashAttention-2's order). See attn/forward.h for the formulas.
+#pragma once
+#include "attn/layout.h"
+#include "attn/mask.h"
+#include "attn/workspace.h"
+#include "attn/schedule.h"
+#include "attn/softmax.h"
+#include "tile.h"
+
+namespace attn {
+
+template <class C, class P>
+struct Forward {
+  using E = typename C::Element;
+  static constexpr i32 threads = 32 * C::warps;
+  using QueryRows = arch::SharedRows<E, C::block_m, C::head_dim, arch::columns<C>(C::head_dim)>;
+  using KeyRows = arch::SharedRows<E, C::block_n, C::head_dim, arch::columns<C>(C::head_dim)>;
+  using ValueRows = arch::SharedRows<E, C::block_n, C::head_dim_v, arch::columns<C>(C::head_dim_v)>;
+  using OutRows = arch::SharedRows<E, C::block_m, C::head_dim_v, arch::columns<C>(C::head_dim_v)>;
+  using Scores = arch::Scores<C>;
+  using Sums = arch::Matrix<arch::Warps<C::warps, 1>, C::block_m, arch::columns<C>(C::head_dim_v)>;
+  using PerRow = arch::PerRow<C, float>;
+
+  union Memory {
+    struct {
+      QueryRows query;
+      KeyRows keys[C::stages];
+      ValueRows values[C::stages];
+    } in;
+    OutRows out;
+  };
+
+  static METHOD void run(i32 block, Memory& memory, P const& p) {
+    const QueryBlock b = query_block<C>(block, p, C::split ? (u32)p.splits : 1);
+    const Mask<C, P, i32> mask(p);
+    const KeyRange range = key_range(b, mask, p);
+    const auto k = rows_view(p.k, b.batch, p.k_batch, b.head_kv, p.k_head, 0, p.k_row, p.k_dim);
+    const auto v = rows_view(p.v, b.batch, p.v_batch, b.head_kv, p.v_head, 0, p.v_row, p.v_dim);
+    const auto fetch_keys = [&](i32 key, i32 stage) {
+      memory.in.keys[stage].template fetch_rows<threads, C::vector>(k.from(key), keys_left(key, p));
+    };
+    const auto fetch_values = [&](i32 key, i32 stage) {
+      memory.in.values[stage].template fetch_rows<threads, C::vector>(v.from(key), keys_left(key, p));
+    };
+
+    Sums sums;
+    OnlineSoftmax<C> softmax;
+    const float scale = softmax_scale(p.scale);
+    const auto multiply_keys = [&](Scores& scores, i32 stage) {
+      scores.clear();
+      arch::multiply<E, QueryRows::steps, C::scores_ahead>(
+          scores, [&](i32 i, i32 step) { return memory.in.query.left(Scores::first_row() + i * 16, step); },
+          [&](i32 j, i32 step) { return memory.in.keys[stage].right(j * 16, step); });
+    };
+    // Scores of products: masked, and the sums so far made ready for the weights that will come of them.
+    const auto prepare = [&](Scores& scores, i32 key) {
+      if (!mask.whole(b.first + Scores::first_row(), key + C::block_n) || key + C::block_n > p.seq_kv) {
+        const i32 limit = mask.limit(b.first, key), keys = keys_left(key, p);
+        scores.each_slot([&](i32, i32 row, i32 column, float& x) {
+          if (column >= keys || column - row > limit) x = -base::infinity;
+        });
+      }
+      const PerRow factor = softmax.raise(scores, scale);
+      // Factors other than 1 are rare. Looking first pays where a warp's sums are many for its scores.
+      if (!C::look_first || arch::any_changes(factor)) sums.each(factor, [](float f, i32, i32, float& x) { x *= f; });
+    };
+    const auto add_values = [&](Scores& scores, i32 stage) {
+      softmax.weigh(scores, scale);
+      arch::multiply_wide<E, C::block_n / arch::step<E>, C::sums_ahead>(
+          sums, [&](i32 i, i32 step) { return scores.template left<E>(i, step); },
+          [&](i32 j, i32 step) { return memory.in.values[stage].right_by_rows(step * arch::step<E>, j * 16); });
+    };
+
+    sums.clear();
+    softmax.start();
+    if (range.first < range.end) {
+      const auto q = rows_view(p.q, b.batch, p.q_batch, b.head, p.q_head, b.first, p.q_row, p.q_dim);
+      memory.in.query.template fetch_rows<threads, C::vector>(q, (i32)b.rows);
+      fetch_keys(range.first, 0);
+      arch::fetches_commit();
+      fetch_values(range.first, 0);
+      arch::arrive<1>();
+      if (p.scale < 0.0f) {
+        memory.in.query.template negate<threads>();
+        ptx::sync_block();
+      }
+    }
+    i32 stage = 0;
+    for (i32 key = range.first; key < range.end; key += C::block_n) {
+      const i32 next = key + C::block_n, next_stage = C::stages == 1 ? 0 : 1 - stage;
+      const bool more = next < range.end;
+      Scores scores;
+      if constexpr (C::stages == 1) {
+        // Keys arrive during the sum over the values before them, values during the product with their keys.
+        multiply_keys(scores, stage);
+        arch::arrive();
+        if (more) fetch_keys(next, next_stage);
+      } else {
+        // Keys and values arrive a whole tile ahead.
+        if (more) fetch_keys(next, next_stage), fetch_values(next, next_stage);
+        multiply_keys(scores, stage);
+        if (key == range.first) arch::arrive<1>();
+      }
+      prepare(scores, key);
+      add_values(scores, stage);
+      arch::arrive();
+      if (C::stages == 1 && more) fetch_values(next, next_stage);
+      stage = next_stage;
+    }
+    finish(memory, b, sums, softmax, p);
+  }
+
+ private:
+  struct KeyRange {
+    i32 first, end;
+  };
+
+  // The keys of this block's split that some of its rows see, from the first of a tile on.
+  static METHOD KeyRange key_range(QueryBlock const& b, Mask<C, P, i32> const& mask, P const& p) {
+    const i32 end = mask.keys_end(b.first, b.rows);
+    if constexpr (!C::split) return {0, end};
+    const i32 tiles = base::ceil_div((i32)p.seq_kv, C::block_n);
+    const i32 keys = base::ceil_div(tiles, (i32)p.splits) * C::block_n;
+    return {b.split * keys, base::least(end, (b.split + 1) * keys)};
+  }
+
+  static METHOD i32 keys_left(i32 key, P const& p) { return base::least(C::block_n, (i32)p.seq_kv - key); }
+
+  static METHOD void finish(Memory& memory, QueryBlock const& b, Sums& sums, OnlineSoftmax<C>& softmax, P const& p) {
+    PerRow lse;
+    const PerRow inverse = softmax.finish(lse);
+    if constexpr (C::split) {
+      using Partial = PartialOut<C, P>;
+      const i64 row = Partial::row(b, p);
+      float* to = Partial::out(b.split, row, p);
+      sums.each(inverse, [&](float f, i32 row, i32 column, float& x) {
+        if (row < b.rows) to[(i64)row * Partial::ld + column] = x * f;
+      });
+      arch::store_per_row<C>(Partial::lse(b.split, row, p), lse, (i32)b.rows);
+      return;
+    }
+    sums.put(memory.out, [&](i32 slot) { return inverse.slot[slot]; });
+    ptx::sync_block();
+    const auto out = rows_view(p.out, b.batch, p.out_batch, b.head, p.out_head, b.first, p.out_row, 1);
+    memory.out.template store_rows<threads>(out, (i32)b.rows);
+    arch::store_per_row<C>(p.lse + ((i64)b.batch * p.heads_q + b.head) * p.seq_q + b.first, lse, (i32)b.rows);
+  }
+};
+
+}  // namespace attn

@@ -1,0 +1,37 @@
+// Sums that several blocks add to, in whatever order they come. They lie in memory as warps hold them, so that a warp's
+// additions are contiguous: 16 rows after the other, and in these one 16 x 8 tile after the other.
+#pragma once
+#include "shared.h"
+
+namespace arch {
+
+// Where the element of a row and column stands, rows being `ld` elements long.
+FN i64 accumulated_at(i64 row, i32 column, i32 ld) {
+  const i32 lane = (i32)(row % 8) * 4 + column % 8 / 2, e = (i32)(row % 16) / 8 * 2 + column % 2;
+  return row / 16 * 16 * ld + column / 8 * 128 + e * 32 + lane;
+}
+
+// The eight elements of a row from a multiple of 8 on.
+FN void load_accumulated(float (&to)[8], const float* from, i64 row, i32 column, i32 ld) {
+  const float* at = from + accumulated_at(row, column, ld);
+#pragma unroll
+  for (i32 e = 0; e < 2; ++e) {
+    const Words4 x = ptx::load_global<16>(at + e * 32);
+#pragma unroll
+    for (i32 i = 0; i < 4; ++i) to[2 * i + e] = ptx::real(x.word[i]);
+  }
+}
+
+// Adds a matrix to the rows from a multiple of 16 on.
+template <class M>
+FN void accumulate(M const& from, float* to, i32 ld) {
+  float* at = to + M::first_row() * ld + M::first_column() * 16 + lane();
+#pragma unroll
+  for (i32 i = 0; i < M::m_tiles; ++i)
+#pragma unroll
+    for (i32 j = 0; j < M::n_tiles; ++j)
+#pragma unroll
+      for (i32 e = 0; e < 4; ++e) ptx::add_global(at + i * 16 * ld + j * 128 + e * 32, from.at[i][j][e]);
+}
+
+}  // namespace arch

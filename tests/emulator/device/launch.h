@@ -1,0 +1,14 @@
+// The entry point of a kernel as the emulator calls it: once for every thread, on a stack of the thread's own.
+#pragma once
+#include "base/types.h"
+#include "ptx.h"
+#include "qualifiers.h"
+
+#define EMULATOR_EXPORT extern "C" __attribute__((visibility("default")))
+
+#define JITATTN_ENTRY(Algorithm, Params)                                                             \
+  EMULATOR_EXPORT const int jitattn_shape[2] = {32 * Config::warps, (int)sizeof(Algorithm::Memory)}; \
+  EMULATOR_EXPORT void jitattn_kernel(const void* params, void* memory) {                            \
+    const Params p = *static_cast<const Params*>(params);                                            \
+    Algorithm::run((i32)ptx::block_index(), *static_cast<Algorithm::Memory*>(memory), p);            \
+  }

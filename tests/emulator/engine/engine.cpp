@@ -1,0 +1,141 @@
+// The functions of device/emulator.h, and the one that a launch calls.
+#include "block.h"
+#include "launch.h"
+#include "memory.h"
+#include "order.h"
+#include "plain.h"
+#include "products.h"
+
+extern "C" __attribute__((visibility("default"))) int emulator_run(const engine::Launch* launch) {
+  engine::run(*launch);
+  return engine::block.failed;
+}
+
+namespace emulator {
+
+using engine::block;
+using engine::check_global;
+using engine::Exchange;
+using engine::fail_here;
+using engine::lanes;
+using engine::meet;
+using engine::race;
+using engine::shared;
+using engine::text;
+
+u32 thread_index() { return block.current->index; }
+u32 block_index() { return block.index; }
+
+void sync_block() { engine::wait_at(0, block.thread_count); }
+void sync_warp() {
+  const u32 warp = engine::warp_of(block.current->index);
+  meet("sync_warp", {}, [&](auto&, auto&) { race.order_warp(warp); });
+}
+void sync_some(u32 barrier, u32 threads) {
+  if (barrier == 0 || barrier > 15) fail_here(text("sync_some(%u): barriers 1 to 15 are to be had", barrier));
+  if (threads == 0 || threads % lanes || threads > block.thread_count)
+    fail_here(text("sync_some for %u of %u threads: whole warps meet", threads, block.thread_count));
+  engine::wait_at(barrier, threads);
+}
+
+u32 exchange(const char* name, u32 x, u32 lane) {
+  if (lane >= lanes) fail_here(text("%s with lane %u of a warp of %u", name, lane, lanes));
+  return meet(name, {{x, lane}},
+              [](const Exchange(&in)[lanes], Words4(&out)[lanes]) {
+                for (u32 i = 0; i < lanes; ++i) out[i].word[0] = in[in[i].word[1]].word[0];
+              })
+      .word[0];
+}
+u32 ballot(const char* name, bool x) {
+  return meet(name, {{x}},
+              [](const Exchange(&in)[lanes], Words4(&out)[lanes]) {
+                u32 votes = 0;
+                for (u32 i = 0; i < lanes; ++i) votes |= in[i].word[0] << i;
+                for (u32 i = 0; i < lanes; ++i) out[i].word[0] = votes;
+              })
+      .word[0];
+}
+
+u32 shared_address(const void* at) {
+  const auto offset = static_cast<const char*>(at) - shared.begin;
+  if (offset < 0 || offset > shared.bytes) fail_here("shared_address of something that is not in shared memory");
+  return (u32)offset + engine::shared_start;
+}
+Words4 load_shared(u32 from, u32 size) {
+  const u32 offset = shared.check("load_shared", from, size);
+  race.read(offset, size, "load_shared");
+  Words4 x = {};
+  memcpy(&x, shared.begin + offset, size);
+  return x;
+}
+void store_shared(u32 to, Words4 x, u32 size) {
+  const u32 offset = shared.check("store_shared", to, size);
+  race.write(offset, size, "store_shared");
+  memcpy(shared.begin + offset, &x, size);
+}
+Words4 load_matrices(const char* name, u32 row, bool transposed) {
+  const u32 offset = shared.check(name, row, 16);
+  race.read(offset, 16, name);
+  return meet(name, {{offset}}, [&](const Exchange(&in)[lanes], Words4(&out)[lanes]) {
+    for (u32 matrix = 0; matrix < 4; ++matrix) {
+      u16 x[8][8];
+      for (u32 i = 0; i < 8; ++i) memcpy(x[i], shared.begin + in[8 * matrix + i].word[0], 16);
+      for (u32 lane = 0; lane < lanes; ++lane) {
+        const u32 i = lane / 4, j = lane % 4 * 2;
+        out[lane].word[matrix] = transposed ? x[j][i] | (u32)x[j + 1][i] << 16 : x[i][j] | (u32)x[i][j + 1] << 16;
+      }
+    }
+  });
+}
+
+void copy_async(u32 to, const void* from, u32 size, u32 valid) {
+  engine::begin_copy(to, static_cast<const char*>(from), size, valid);
+}
+void copies_commit() { engine::close_group(); }
+void copies_wait(u32 pending) { engine::finish_groups(pending); }
+
+Words4 load_global(const void* from, u32 size) {
+  check_global("load_global", from, size, false);
+  Words4 x = {};
+  memcpy(&x, from, size);
+  return x;
+}
+void store_global(void* to, Words4 x, u32 size) {
+  check_global("store_global", to, size, true);
+  memcpy(to, &x, size);
+}
+void add_global(float* to, Floats4 x, u32 count) {
+  check_global("add_global", to, 4 * count, true);
+  for (u32 i = 0; i < count; ++i) to[i] += x.at[i];
+}
+
+// The approximations of a GPU take and give no subnormal numbers.
+float exp2(float x) { return engine::flushed(exp2f(engine::flushed(x))); }
+float log2(float x) { return log2f(engine::flushed(x)); }
+u16 bf16_of(float x) { return engine::bf16_of(x); }
+u16 f16_of(float x) { return engine::f16_of(x); }
+float float_of_f16(u16 x) { return engine::float_of_f16(x); }
+u32 round_tf32(float x) { return engine::tf32_of(x); }
+
+Floats4 multiply_add(const char* name, Format format, Floats4 c, Words4 a, Words2 b) {
+  Exchange in;
+  memcpy(in.word, &c, 16);
+  memcpy(in.word + 4, &a, 16);
+  memcpy(in.word + 8, &b, 8);
+  const Words4 out = meet(name, in, [&](const Exchange(&ins)[lanes], Words4(&outs)[lanes]) {
+    switch (format) {
+      case Format::bf16:
+        return engine::multiply_add<Format::bf16>(ins, outs);
+      case Format::f16:
+        return engine::multiply_add<Format::f16>(ins, outs);
+      case Format::f16_k8:
+        return engine::multiply_add<Format::f16_k8>(ins, outs);
+      case Format::tf32:
+        return engine::multiply_add<Format::tf32>(ins, outs);
+    }
+  });
+  memcpy(&c, &out, 16);
+  return c;
+}
+
+}  // namespace emulator

@@ -1,0 +1,132 @@
+// Who runs next, and where threads wait for one another.
+#pragma once
+#include <string.h>
+#include <algorithm>
+#include "block.h"
+#include "race.h"
+
+namespace engine {
+
+// Deadlock: what every thread is doing, in words.
+inline string states() {
+  vector<std::pair<string, vector<u32>>> groups;
+  for (u32 i = 0; i < block.thread_count; ++i) {
+    const Thread& t = block.threads[i];
+    const string doing = t.state == Thread::ended                ? "ended"
+                         : t.state == Thread::meets              ? text("in %s", t.operation)
+                         : t.state == Thread::waits && t.barrier ? text("at sync_some(%u)", t.barrier)
+                         : t.state == Thread::waits              ? "at sync_block"
+                                                                 : "running";
+    auto same = std::find_if(groups.begin(), groups.end(), [&](auto& group) { return group.first == doing; });
+    if (same == groups.end()) same = groups.insert(groups.end(), {doing, {}});
+    same->second.push_back(i);
+  }
+  string said;
+  for (auto& [doing, threads] : groups) said += (said.empty() ? "" : "; ") + list(threads) + " " + doing;
+  return said;
+}
+
+// A warp with a thread that can go on, from a random one on; -1 if there is none.
+inline int ready_warp() {
+  const u32 first = block.random.below(block.warp_count);
+  for (u32 i = 0; i < block.warp_count; ++i) {
+    const u32 warp = (first + i) % block.warp_count;
+    if (block.warps[warp].ready) return (int)warp;
+  }
+  return -1;
+}
+
+// Goes on with the next thread of a warp, in the warp's order, from a place on.
+inline void run(u32 warp, u32 place) {
+  const Warp& chosen = block.warps[warp];
+  const u32 later = chosen.ready >> place << place;
+  place = (u32)__builtin_ctz(later ? later : chosen.ready);
+  Thread &left = *block.current, &next = block.threads[warp * lanes + chosen.order[place]];
+  if (&next == &left) return;
+  block.current = &next;
+  Fiber::go(left.fiber, next.fiber);
+}
+
+inline void run_any_warp() {
+  const int warp = ready_warp();
+  if (warp < 0) fail("deadlock: threads " + states());
+  run((u32)warp, 0);
+}
+
+// Leaves the current thread, which can not go on, for the next of its warp that can, or else for another warp.
+inline void leave() {
+  const u32 index = block.current->index, place = block.warps[warp_of(index)].place[index % lanes];
+  if (block.warps[warp_of(index)].ready)
+    run(warp_of(index), place);
+  else
+    run_any_warp();
+}
+
+inline void stop(Thread& thread, Thread::State why) {
+  Warp& warp = block.warps[warp_of(thread.index)];
+  thread.state = why;
+  warp.ready &= ~(1u << warp.place[thread.index % lanes]);
+}
+
+// Gives another warp a turn now and then, so that warps drift apart as they do on a GPU.
+inline void maybe_leave_warp() {
+  if (block.patience && block.random.below(block.patience) == 0) run_any_warp();
+}
+
+// The lanes of a warp come together: each leaves `in`, the last to come lets complete(ins, outs) make what each gets.
+template <class F>
+inline Words4 meet(const char* operation, Exchange const& in, F complete) {
+  Thread& thread = *block.current;
+  Warp& warp = own_warp();
+  const u32 lane = thread.index % lanes;
+  if (warp.arrived && strcmp(warp.operation, operation) != 0) {
+    vector<u32> others;
+    for (u32 i = 0; i < lanes; ++i)
+      if (warp.arrived >> i & 1) others.push_back(warp_of(thread.index) * lanes + i);
+    fail_here(text("divergent warp: it comes to %s while threads ", operation) + list(others) + " wait in " +
+              warp.operation);
+  }
+  warp.operation = thread.operation = operation;
+  warp.in[lane] = in;
+  warp.arrived |= 1u << lane;
+  if (warp.arrived != ~0u) {
+    stop(thread, Thread::meets);
+    leave();
+  } else {
+    complete(warp.in, warp.out);
+    warp.arrived = 0;
+    warp.ready = ~0u;
+    for (u32 i = 0; i < lanes; ++i) block.threads[warp_of(thread.index) * lanes + i].state = Thread::runs;
+    maybe_leave_warp();
+  }
+  return warp.out[lane];
+}
+
+inline void wait_at(u32 number, u32 threads) {
+  Thread& thread = *block.current;
+  Barrier& barrier = block.barriers[number];
+  if (barrier.arrived && barrier.threads != threads)
+    fail_here(text("sync_some(%u) for %u threads, while others wait there for %u", number, threads, barrier.threads));
+  barrier.threads = threads;
+  thread.barrier = number;
+  stop(thread, Thread::waits);
+  if (++barrier.arrived < threads) return leave();
+  bool met[most_warps] = {};
+  for (u32 i = 0; i < block.thread_count; ++i) {
+    Thread& other = block.threads[i];
+    const bool here = other.state == Thread::waits && other.barrier == number;
+    if (i % lanes == 0)
+      met[warp_of(i)] = here;
+    else if (here != met[warp_of(i)])
+      fail_here(text("sync_some(%u) is complete, but with a part of warp %u only", number, warp_of(i)));
+  }
+  for (u32 i = 0; i < block.thread_count; ++i)
+    if (met[warp_of(i)]) block.threads[i].state = Thread::runs;
+  for (u32 warp = 0; warp < block.warp_count; ++warp)
+    if (met[warp]) block.warps[warp].ready = ~0u;
+  barrier.arrived = 0;
+  race.order(met);
+  run_any_warp();
+}
+
+}  // namespace engine

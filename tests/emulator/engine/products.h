@@ -1,0 +1,104 @@
+// The number formats and the matrix products.
+#pragma once
+#include <math.h>
+#include "block.h"
+
+namespace engine {
+
+inline u32 bits(float x) {
+  u32 y;
+  memcpy(&y, &x, 4);
+  return y;
+}
+inline float real(u32 x) {
+  float y;
+  memcpy(&y, &x, 4);
+  return y;
+}
+
+inline float flushed(float x) { return fabsf(x) < 0x1p-126f ? copysignf(0.0f, x) : x; }
+
+// The fraction without its `dropped` last bits, rounded to nearest even.
+inline u32 rounded(u32 x, u32 dropped) { return (x + (1u << (dropped - 1)) - 1 + (x >> dropped & 1)) >> dropped; }
+
+inline u16 bf16_of(float x) { return isnan(x) ? 0x7fff : (u16)rounded(bits(x), 16); }
+
+inline u16 f16_of(float x) {
+  const u32 sign = bits(x) >> 16 & 0x8000, size = bits(x) & 0x7fffffff;
+  if (size > 0x7f800000) return 0x7fff;
+  if (size >= bits(65520.0f)) return (u16)(sign | 0x7c00);
+  // Below the smallest normal number the format's last bit is 2^-24: an addition rounds there.
+  if (size < bits(0x1p-14f)) return (u16)(sign | (bits(real(size) + 0.5f) - bits(0.5f)));
+  return (u16)(sign | (rounded(size, 13) - (112u << 10)));
+}
+inline float float_of_f16(u16 x) {
+  const u32 sign = (u32)(x & 0x8000) << 16, size = x & 0x7fff;
+  if (size >= 0x7c00) return real(sign | 0x7f800000 | (size & 0x3ff) << 13);
+  if (size < 0x400) return real(sign | bits((float)size * 0x1p-24f));
+  return real(sign | ((size << 13) + (112u << 23)));
+}
+
+// Ties go away from zero.
+inline u32 tf32_of(float x) { return isnan(x) ? 0x7fffffff : isinf(x) ? bits(x) : (bits(x) + 0x1000) & ~0x1fffu; }
+
+// A double's first 24 significant bits.
+inline double cut(double x) {
+  uint64_t y;
+  memcpy(&y, &x, 8);
+  y &= ~((1ull << 29) - 1);
+  memcpy(&x, &y, 8);
+  return x;
+}
+
+// What the lanes give to a product, as matrices. With g = lane / 4 and t = lane % 4, a word of 16-bit elements holds
+// columns 2 t and 2 t + 1 of row g of a (or rows of column g of b), a word of a float column t. The odd words of a lie
+// 8 rows further, the upper half of the words half of the columns of a and rows of b further.
+template <emulator::Format format>
+struct Operands {
+  static constexpr bool floats = format == emulator::Format::tf32;
+  static constexpr u32 k = floats || format == emulator::Format::f16_k8 ? 8 : 16;
+  static constexpr u32 per_word = floats ? 1 : 2, b_words = k / (4 * per_word);
+  double a[16][k], b[k][8];  // exact, as their products will be
+
+  explicit Operands(const Exchange (&in)[lanes]) {
+    for (u32 lane = 0; lane < lanes; ++lane) {
+      const u32 g = lane / 4, t = lane % 4, *a_word = in[lane].word + 4, *b_word = in[lane].word + 8;
+      for (u32 i = 0; i < b_words; ++i)
+        for (u32 e = 0; e < per_word; ++e) {
+          const u32 at = 4 * per_word * i + per_word * t + e;
+          a[g][at] = element(a_word[2 * i], e);
+          a[g + 8][at] = element(a_word[2 * i + 1], e);
+          b[at][g] = element(b_word[i], e);
+        }
+    }
+  }
+  static float element(u32 word, u32 e) {
+    if constexpr (floats) return real(word & ~0x1fffu);
+    const u16 half = (u16)(word >> 16 * e);
+    return format == emulator::Format::bf16 ? real((u32)half << 16) : float_of_f16(half);
+  }
+};
+
+// The tensor cores add a few exact products to a sum and cut off what does not fit a float32 (Fasi et al. 2021; Ootomo
+// and Yokota 2022): 8 products of 16-bit elements and 4 of TF32 on sm_80, more at a time on newer ones. So does this,
+// because kernels must be good enough with such sums. Sums are exact here before they are cut.
+template <emulator::Format format>
+void multiply_add(const Exchange (&in)[lanes], Words4 (&out)[lanes]) {
+  constexpr u32 at_once = format == emulator::Format::tf32 ? 4 : 8;
+  const Operands<format> x(in);
+  double c[16][8];
+  for (u32 lane = 0; lane < lanes; ++lane)
+    for (u32 i = 0; i < 4; ++i) c[lane / 4 + i / 2 * 8][lane % 4 * 2 + i % 2] = real(in[lane].word[i]);
+  for (auto& row : c) {
+    const double* a = x.a[&row - c];
+    for (u32 first = 0; first < x.k; first += at_once) {
+      for (u32 i = first; i < first + at_once; ++i)
+        for (u32 n = 0; n < 8; ++n) row[n] += a[i] * x.b[i][n];
+      for (double& sum : row) sum = cut(sum);
+    }
+  }
+  for (u32 lane = 0; lane < lanes; ++lane)
+    for (u32 i = 0; i < 4; ++i) out[lane].word[i] = bits((float)c[lane / 4 + i / 2 * 8][lane % 4 * 2 + i % 2]);
+}
+
+}  // namespace engine
