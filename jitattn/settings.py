@@ -142,7 +142,7 @@ VARIABLES: tuple[Variable, ...] = (
     ),
     Variable(
         "JITATTN_CXX", "cxx", str, lambda: None, "the first of c++, g++, clang++, ziglang",
-        "C++ compiler for the host architecture, a command name or a path.",
+        "C++ compiler for the host architecture, a command or a path, with arguments if need be.",
     ),
     Variable(
         "JITATTN_HOST_ISA", "host_isa", str, lambda: None, "this machine's own",

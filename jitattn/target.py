@@ -117,8 +117,8 @@ CUDA_ARCHS: dict[str, _CudaArch] = {
     "sm_100a": _CudaArch((10, 0), _SM80, "sm_90", 227, 148, True),
     "sm_103a": _CudaArch((10, 3), _SM80, "sm_90", 227, 148, True),
     "sm_110a": _CudaArch((11, 0), _SM80, "sm_90", 227, 20, True),
-    "sm_120a": _CudaArch((12, 0), _SM80, "sm_120", 99, 170, True),
-    "sm_121a": _CudaArch((12, 1), _SM80, "sm_120", 99, 48, True),
+    "sm_120a": _CudaArch((12, 0), _SM80, "sm_86", 99, 170, True),
+    "sm_121a": _CudaArch((12, 1), _SM80, "sm_86", 99, 48, True),
 }
 
 

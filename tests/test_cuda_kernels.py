@@ -25,7 +25,7 @@ BASE = Problem(
     heads_q=16, heads_kv=16, diagonal=0, scale=0.125,
 )  # fmt: skip
 # The one architecture for which each table is compiled as a whole: the rest differ in little but their name.
-OF_TABLE = {"sm_75": "sm_75", "sm_80": "sm_80", "sm_86": "sm_86", "sm_90": "sm_90", "sm_120": "sm_120a"}
+OF_TABLE = {"sm_75": "sm_75", "sm_80": "sm_80", "sm_86": "sm_86", "sm_90": "sm_90"}
 MARGIN = 1 << 10  # of shared memory, that each block costs beyond its own
 # Bytes of a thread's registers. A few that wait in the cache cost nothing that shows: on an H200 these tiles are faster
 # than the next ones that spill nothing (docs/benchmarks/h200.md).
