@@ -28,6 +28,7 @@ _MAX_SPLITS = 64
 _MAX_BLOCKS = 2**31 - 1  # of one launch, and what kernels count blocks with
 # kernel_src/arch/gpu/attn/workspace.h rounds query rows, and columns of partial outputs and of sums of dQ, up to these.
 _ROWS_AT_ONCE, _OUT_COLUMNS, _GRAD_QUERY_COLUMNS = 128, 32, 64
+_MAGNITUDES = 32  # of each head of floats: kernel_src/arch/gpu/attn/magnitude.h
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,12 +175,13 @@ def _gpu_forward(problem: Problem, target: Target) -> Plan:
     tile = _gpu_tile("forward", problem, target, problem.batch * problem.heads_q, problem.seq_q, "block_m")
     blocks = problem.batch * problem.heads_q * _ceil_div(problem.seq_q, tile["block_m"])
     splits = _gpu_splits(blocks, problem.seq_kv, tile["block_n"], target.units, tile["blocks_per_unit"])
-    forward = Step(_gpu_config("forward", problem, tile, vector=True, split=splits > 1), blocks * splits)
-    if splits == 1:
-        return Plan((forward,))
-    rows = problem.batch * problem.heads_q * problem.seq_q
-    partial = 4 * splits * rows * (_round_up(problem.head_dim_v, _OUT_COLUMNS) + 1)  # sums and an LSE
-    return Plan((forward, _gpu_rows_step("combine", problem, target)), splits, partial)
+    magnitudes, workspace = _gpu_magnitudes(problem, target)
+    steps = [*magnitudes, Step(_gpu_config("forward", problem, tile, vector=True, split=splits > 1), blocks * splits)]
+    if splits > 1:
+        steps.append(_gpu_rows_step("combine", problem, target))
+        rows = problem.batch * problem.heads_q * problem.seq_q
+        workspace += 4 * splits * rows * (_round_up(problem.head_dim_v, _OUT_COLUMNS) + 1)  # sums and an LSE
+    return Plan(tuple(steps), splits, workspace)
 
 
 def _gpu_backward(problem: Problem, target: Target) -> Plan:
@@ -194,7 +196,8 @@ def _gpu_backward(problem: Problem, target: Target) -> Plan:
         constants = {"grad_keys": keys, "grad_values": values, "grad_query": keys and sums}
         return Step(_gpu_config("backward", problem, tile, vector=True, **constants), blocks)
 
-    steps = [_gpu_rows_step("delta", problem, target, vector=True, clear=sums)]
+    steps, workspace = _gpu_magnitudes(problem, target)
+    steps.append(_gpu_rows_step("delta", problem, target, vector=True, clear=sums))
     steps += [backward(False, True), backward(True, False)] if alone else [backward(True, True)]
     if sums:
         steps.append(_gpu_rows_step("store_grad_query", problem, target))
@@ -205,7 +208,22 @@ def _gpu_backward(problem: Problem, target: Target) -> Plan:
     floats = 2 + (
         _round_up(problem.head_dim, _GRAD_QUERY_COLUMNS) if sums else 0
     )  # for each row: LSE, delta, sums of dQ
-    return Plan(tuple(steps), 1, 4 * heads_q * _round_up(problem.seq_q, _ROWS_AT_ONCE) * floats)
+    return Plan(tuple(steps), 1, workspace + 4 * heads_q * _round_up(problem.seq_q, _ROWS_AT_ONCE) * floats)
+
+
+def _gpu_magnitudes(problem: Problem, target: Target) -> tuple[list[Step], int]:
+    """Where elements are floats: the kernel that finds how large those of each head are, and the bytes of what it
+    finds, with which the workspace begins."""
+    if problem.dtype != "float32":
+        return [], 0
+    heads = problem.batch * (problem.heads_q + 2 * problem.heads_kv)
+    kernel: KernelName = "largest"
+    if problem.direction == "backward":
+        heads += 2 * problem.batch * problem.heads_q
+        kernel = "largest_backward"
+    (tile,) = _gpu_candidates(kernel, problem, target)
+    config = _gpu_config(kernel, problem, tile, vector=True)
+    return [Step(config, _ceil_div(heads * _MAGNITUDES, tile["warps"]))], 4 * heads * _MAGNITUDES
 
 
 def _gpu_tile(

@@ -25,6 +25,8 @@ _ELEMENTS = {"float32": "float", "bfloat16": "bf16", "float16": "f16"}
 _KERNELS = {
     "forward": ("attn/forward.h", "Forward", params.FORWARD),
     "combine": ("attn/combine.h", "Combine", params.FORWARD),
+    "largest": ("attn/largest.h", "Largest", params.FORWARD),
+    "largest_backward": ("attn/largest.h", "LargestOfBackward", params.BACKWARD),
     "delta": ("attn/delta.h", "Delta", params.BACKWARD),
     "backward": ("attn/backward.h", "Backward", params.BACKWARD),
     "grad_query": ("attn/grad_query.h", "GradQuery", params.BACKWARD),

@@ -111,9 +111,9 @@ def _problems(kernel: str, row: dict[str, Any], on: Target) -> Iterator[Problem]
         causal=row.get("causal", True),
         deterministic=row.get("deterministic", kernel == "grad_query"),
     )
-    if kernel == "forward":
+    if kernel in ("forward", "largest"):
         yield problem
-    if kernel in ("forward", "combine"):
+    if kernel in ("forward", "largest", "combine"):
         yield replace(problem, batch=1, heads_q=2, heads_kv=1, seq_q=16)  # the keys are split
         return
     yield replace(problem, direction="backward")

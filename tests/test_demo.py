@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import jitattn
-from jitattn import cli, demo
+from jitattn import cli, demo, transformer
 
 
 @pytest.fixture(autouse=True)
@@ -63,9 +63,9 @@ def test_every_attention_layer_goes_through_jitattn(tmp_path: Path, monkeypatch:
         return attention(*args, **options)
 
     monkeypatch.setattr(jitattn, "attention", counting)
-    monkeypatch.setattr(demo, "SAMPLE_LENGTH", 2)
+    monkeypatch.setattr(transformer, "SAMPLE_LENGTH", 2)
     assert cli.main(["demo", "--steps", "3", *SMALL, "--out", str(tmp_path)]) == 0
-    forwards = 2 + 3 + demo.VALIDATION_WINDOWS + demo.SAMPLE_LENGTH
+    forwards = 2 + 3 + transformer.VALIDATION_WINDOWS + transformer.SAMPLE_LENGTH
     assert len(calls) == forwards * demo.CPU.layers
     assert {shape[2:] for shape in calls} == {(64, demo.CPU.head_dim)}
 
@@ -110,7 +110,7 @@ def test_lanes_start_equal_and_see_the_same_batches() -> None:
     for lane in others:
         pairs = zip(first.model.parameters(), lane.model.parameters(), strict=True)
         assert all(torch.equal(a, b) for a, b in pairs)
-    text = demo.Text.load()
+    text = transformer.Text.load()
     assert torch.equal(text.batch(plan, 7), text.batch(plan, 7))
     assert not torch.equal(text.batch(plan, 7), text.batch(plan, 8))
     # Validation text is never trained on.

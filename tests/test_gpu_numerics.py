@@ -72,7 +72,8 @@ SPLIT = [
 def test_split_keys(case: Case) -> None:
     inputs = make_inputs(case, DEVICE)
     found = jitattn.explain(inputs.q, inputs.k, inputs.v, causal=case.causal)
-    assert found.ready.plan.splits > 1 and len(found.kernels) == 2
+    assert found.ready.plan.splits > 1
+    assert [kernel.config.kernel for kernel in found.kernels][-2:] == ["forward", "combine"]
     oracle.verify(case, jitattn.attention, device=DEVICE, deterministic=False)
 
 
@@ -198,7 +199,7 @@ def test_keys_of_minus_infinity_are_as_if_absent(dtype: torch.dtype) -> None:
     """Whole tiles of scores of -inf come first, and then some: the row's maximum is -inf for a while.
 
     Not in float32: the two parts of a float whose products stand in for its own may differ in sign, and infinity times
-    both is NaN (arch/sm80/mma.h, as in every 3xTF32 product)."""
+    both is NaN (arch/cuda/halves.h)."""
     inputs = make_inputs(Case(dtype, seq_q=40, seq_kv=300), DEVICE)
     inputs.q[..., 0].abs_().add_(0.1)
     inputs.k[:, :, :200, 0] = -math.inf
@@ -252,6 +253,8 @@ def test_older_architectures(arch: str, run_python: Callable[..., str]) -> None:
         "on = launch.target_of(torch.device('cuda'))\n"
         "some = cases.SMOKE + cases.SHAPES[::7] + cases.LAYOUT_CASES[::5] + cases.HEAD_DIMS[::6]\n"
         "for case in filter(gpu.fits, some):\n"
+        "    if case.dtype == torch.float32 and max(case.head_dim, case.head_dim_v) > 240 and on.arch == 'sm_75':\n"
+        "        continue  # its backward pass finds no room in 64 KiB\n"
         "    if case.dtype != torch.bfloat16 or on.bf16_dot:\n"
         "        for deterministic in (False, True):\n"
         "            oracle.verify(case, jitattn.attention, device='cuda', deterministic=deterministic)\n"

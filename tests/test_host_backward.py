@@ -110,6 +110,16 @@ def test_rows_and_keys_that_take_no_part_have_zero_gradients() -> None:
     assert (got["dk"][:, :, 30:] == 0).all() and (got["dv"][:, :, 30:] == 0).all()
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_no_probability_is_above_one_where_the_lse_is_coarse(causal: bool) -> None:
+    """Beyond 2^24 the LSE's own rounding is larger than 1, and exp() of what is left of a score could be anything."""
+    inputs = make_inputs(Case(heads_q=1, heads_kv=1, seq_q=90, seq_kv=90))
+    inputs.q.mul_(1e4), inputs.k.mul_(1e4)
+    got = oracle.run(inputs, jitattn.attention, causal=causal)
+    assert all(got[name].isfinite().all() for name in oracle.NAMES)
+    assert (got["dv"].abs() <= 1.001 * inputs.dout.abs().sum(2, keepdim=True)).all()
+
+
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize(
     "case",
@@ -176,29 +186,6 @@ def test_gradients_that_negate_lazily() -> None:
     expected = torch.autograd.grad((out, lse), (q, k, v), (dout.clone(), dlse.clone()), retain_graph=True)
     got = torch.autograd.grad((out, lse), (q, k, v), (dout, dlse))
     assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
-
-
-def test_many_python_threads_at_once() -> None:
-    from tests.test_host_forward import _in_threads
-
-    work = cases.SMOKE
-    prepared = [make_inputs(case) for case in work]
-    options = [{"causal": case.causal, "scale": case.scale} for case in work]
-
-    def step(which: int) -> tuple[Tensor, ...]:
-        q, k, v = _leaves(prepared[which])
-        out = jitattn.attention(q, k, v, **options[which])
-        return torch.autograd.grad(out, (q, k, v), prepared[which].dout)
-
-    expected = [step(which) for which in range(len(work))]
-
-    def call(index: int) -> None:
-        for turn in range(3 * len(work)):
-            which = (index + turn) % len(work)
-            for got, grad in zip(step(which), expected[which], strict=True):
-                assert torch.equal(got, grad), str(work[which])
-
-    _in_threads(5, call)
 
 
 def test_a_training_step_learns_as_with_sdpa() -> None:

@@ -22,7 +22,7 @@ ROWS = (
     {"launch", "reference"},
     {"ops"},
     {"api"},
-    {"peers", "service"},
+    {"peers", "service", "transformer"},
     {"bench", "compat", "demo", "doctor"},
     {"cli"},
     {"__init__", "__main__"},

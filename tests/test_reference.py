@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import jitattn
 from jitattn.reference import attention_reference
 from tests import cases, oracle
 from tests.cases import Case, Causal, make_inputs
@@ -207,3 +208,8 @@ FAULTS = (
 def test_rule_catches(fault: Callable[..., tuple[Tensor, Tensor]], name: str, case: Case) -> None:
     with pytest.raises(AssertionError, match=rf"^{name}\["):
         oracle.verify(case, fault, names=[name])
+
+
+def test_reference_backend_obeys_the_rule() -> None:
+    for case in cases.SMOKE:
+        oracle.verify(case, jitattn.attention, backend="reference")

@@ -25,6 +25,7 @@ __all__ = ["Launch", "Loaded", "load"]
 
 # kernel_src/arch/host/launch.h: blocks taken, done and in all; workers, bytes for each, their memory. Then parameters.
 _HEAD = struct.Struct("=5qQ")
+_pack_head = _HEAD.pack_into
 
 
 class Loaded:
@@ -53,10 +54,11 @@ class Loaded:
 class _Job:
     """What a launch hands to the kernel."""
 
-    __slots__ = ("address", "content")
+    __slots__ = ("address", "content", "parameters")
 
     def __init__(self, parameters: bytes) -> None:
         self.content = bytearray(_HEAD.size) + parameters
+        self.parameters = memoryview(self.content)[_HEAD.size :]
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.content))
 
 
@@ -84,8 +86,8 @@ class Launch:
             job = self._idle.pop()
         except IndexError:
             job = _Job(self._parameters)
-        _HEAD.pack_into(job.content, 0, 0, 0, blocks, 0, self._worker_bytes, memory.address)
-        job.content[_HEAD.size : _HEAD.size + len(pointers)] = pointers
+        _pack_head(job.content, 0, 0, 0, blocks, 0, self._worker_bytes, memory.address)
+        job.parameters[: len(pointers)] = pointers
         if workers == 1:
             self._kernel.work(job.address)
         elif team.openmp is not None:

@@ -138,23 +138,28 @@ struct Backward {
     arch::dot(m.weights, panel.query, rows, m.keys, keys);
     arch::dot(m.gradients, panel.grad_out, rows, m.values, keys);
     const float scale = p.scale * base::log2_e;
+    // A score's probability. The LSE is rounded, by more than 1 where scores are beyond 2^24: no probability is for
+    // that.
+    const auto probability = [&](auto& s, arch::Value x) {
+      return arch::exp2(arch::min(arch::splat(0.0f), x * scale - s.lse));
+    };
     // Scores -> probabilities, and gradients of probabilities -> gradients of scores.
-    const auto differentiate = [](auto& s, arch::Value probability, arch::Value& x, arch::Value& gradient) {
-      x = probability;
-      gradient = probability * (gradient - s.delta);
+    const auto differentiate = [](auto& s, arch::Value weight, arch::Value& x, arch::Value& gradient) {
+      x = weight;
+      gradient = weight * (gradient - s.delta);
     };
     if (mask.whole(row, key + keys)) {
       m.weights.each_with(m.gradients, panel.statistics,
                           [&](auto& s, auto, auto, arch::Value& x, arch::Value& gradient) {
-                            differentiate(s, arch::exp2(x * scale - s.lse), x, gradient);
+                            differentiate(s, probability(s, x), x, gradient);
                           });
     } else {
       const i32 limit = mask.limit(row, key);
-      m.weights.each_with(m.gradients, panel.statistics,
-                          [&](auto& s, auto r, auto c, arch::Value& x, arch::Value& gradient) {
-                            const arch::Value probability = arch::exp2(x * scale - s.lse);
-                            differentiate(s, arch::select(c - r <= limit, probability, arch::splat(0.0f)), x, gradient);
-                          });
+      m.weights.each_with(
+          m.gradients, panel.statistics, [&](auto& s, auto r, auto c, arch::Value& x, arch::Value& gradient) {
+            const arch::Value visible = arch::select(c - r <= limit, probability(s, x), arch::splat(0.0f));
+            differentiate(s, visible, x, gradient);
+          });
     }
     arch::sum_over_rows(m.grad_v.at, m.weights, rows, panel.grad_out_summed);
     arch::sum_over_rows(m.grad_k.at, m.gradients, rows, panel.query_summed);

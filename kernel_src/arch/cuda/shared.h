@@ -5,32 +5,38 @@
 #include "base/math.h"
 #include "copy.h"
 #include "element.h"
+#include "halves.h"
 #include "matrices.h"
 #include "mma.h"
 
 namespace arch {
 
 constexpr i32 chunk_bytes = 16;  // what one lane gives to a matrix load
-constexpr i32 step_bytes = 32;   // what one product contracts: 16 elements of 16 bits or 8 floats
-template <class E>
-constexpr i32 step = step_bytes / (i32)sizeof(E);
+constexpr i32 step = 16;         // elements that one product contracts
 
 FN i32 lane() { return (i32)ptx::thread_index() % 32; }
 FN i32 warp() { return (i32)ptx::thread_index() / 32; }
 
 // What the block's threads fetched is there, except for the latest `pending` groups, and nobody uses what was there
-// before.
-template <i32 pending = 0>
-FN void arrive() {
+// before. `prepare` does what each thread has to do to what it fetched itself: SharedRows::make_operands.
+template <i32 pending = 0, class F>
+FN void arrive(F prepare) {
   fetches_commit();
   fetches_wait<pending>();
+  prepare();
   ptx::sync_block();
 }
+template <i32 pending = 0>
+FN void arrive() {
+  arrive<pending>([] {});
+}
 
-// `size` elements a row, padded with zeros to `columns` (whole operands).
+// `size` elements a row, padded with zeros to `columns` (whole operands). A float takes the same room as an operand,
+// but then eight neighbours are eight high and eight low halves.
 template <class E, i32 rows, i32 size, i32 columns = base::round_up(size, 16)>
 struct SharedRows {
-  static constexpr i32 steps = base::round_up(size, 16) / step<E>;  // of a product that contracts the elements
+  static constexpr bool floats = sizeof(E) == 4;
+  static constexpr i32 steps = base::round_up(size, 16) / step;  // of a product that contracts the elements
   static constexpr i32 width = columns * (i32)sizeof(E);
   static constexpr i32 chunks = width / chunk_bytes;
   // An odd number of chunks: the eight rows that a matrix load reads at once then lie in different banks.
@@ -49,41 +55,57 @@ struct SharedRows {
       fetch<threads, vector, false>(from, count);
   }
 
+  // Makes operands, multiplied by `factor`, of the floats that this thread fetched with `fetch_rows`.
+  template <i32 threads>
+  METHOD void make_operands(float factor) {
+    if constexpr (floats)
+      each_own_chunk<threads>([&](u32 at, i32, bool exists) {
+        const Words4 x = exists ? ptx::load_shared<Words4>(at) : Words4{};
+        const Halves a = halves(ptx::real(x.word[0]) * factor, ptx::real(x.word[1]) * factor);
+        const Halves b = halves(ptx::real(x.word[2]) * factor, ptx::real(x.word[3]) * factor);
+        // Of two neighbours one keeps the high halves of both, the other the low ones.
+        const bool odd = lane() % 2;
+        const u32 first = ptx::shuffle(odd ? a.high : a.low, lane() ^ 1);
+        const u32 second = ptx::shuffle(odd ? b.high : b.low, lane() ^ 1);
+        if (exists)
+          ptx::store_shared(at, odd ? Words4{first, second, a.low, b.low} : Words4{a.high, b.high, first, second});
+      });
+  }
+
   // 16 rows from `row` on as the left side of a product, or as the right side with rows for columns.
   METHOD Operand<E> left(i32 row, i32 step_index) const {
-    return load(address() + (row + lane() % 16) * pitch + lane() / 16 * chunk_bytes + step_index * step_bytes);
+    return load<false>(row + lane() % 16, step_index * step + lane() / 16 * 8);
   }
   METHOD Operand<E> right(i32 row, i32 step_index) const {
-    return load(address() + (row + lane() % 8 + lane() / 16 * 8) * pitch + lane() / 8 % 2 * chunk_bytes +
-                step_index * step_bytes);
+    return load<false>(row + lane() % 8 + lane() / 16 * 8, step_index * step + lane() / 8 % 2 * 8);
   }
   // The right side of a product that contracts rows: one step of rows from `row` on, 16 columns from `column` on.
-  // Floats are taken in `pairs` (rows 2 t and 2 t + 1 where a product has t and t + 4, the order of a score tile's
-  // columns) or in the order of `left`.
-  template <bool pairs = true>
   METHOD Operand<E> right_by_rows(i32 row, i32 column) const {
-    if constexpr (sizeof(E) == 4)
-      return load_floats<pairs, 1>(row, column);
-    else
-      return load_transposed(address() + (row + lane() % 16) * pitch + column * (i32)sizeof(E) +
-                             lane() / 16 * chunk_bytes);
+    return load<true>(row + lane() % 16, column + lane() / 16 * 8);
   }
   // The left side of a product that contracts rows, 16 columns from `column` on.
   METHOD Operand<E> left_by_rows(i32 row, i32 column) const {
-    if constexpr (sizeof(E) == 4)
-      return load_floats<true, 2>(row, column);
-    else
-      return load_transposed(address() + (row + lane() % 8 + lane() / 16 * 8) * pitch + column * (i32)sizeof(E) +
-                             lane() / 8 % 2 * chunk_bytes);
+    return load<true>(row + lane() % 8 + lane() / 16 * 8, column + lane() / 8 % 2 * 8);
   }
 
   // Puts neighbouring elements in place, the first in an even column.
   METHOD void put(i32 row, i32 column, float first, float second) {
     const u32 to = address() + row * pitch + column * (i32)sizeof(E);
-    if constexpr (sizeof(E) == 4)
+    if constexpr (floats)
       ptx::store_shared(to, Words2{ptx::bits(first), ptx::bits(second)});
     else
       ptx::store_shared(to, pack(E{}, first, second));
+  }
+  // The same as part of an operand.
+  METHOD void put_operand(i32 row, i32 column, float first, float second) {
+    if constexpr (floats) {
+      const Halves x = halves(first, second);
+      const u32 to = address() + row * pitch + column / 8 * eight_bytes + column % 8 * 2;
+      ptx::store_shared(to, x.high);
+      ptx::store_shared(to + chunk_bytes, x.low);
+    } else {
+      put(row, column, first, second);
+    }
   }
 
   // Writes `count` rows to a view whose rows have no gaps between elements. The block's threads share the work.
@@ -102,10 +124,10 @@ struct SharedRows {
     }
   }
 
-  // Changes the sign of every element. Not in order with anything: a barrier before and after.
+  // Changes the sign of every element of operands. Not in order with anything: a barrier before and after.
   template <i32 threads>
   METHOD void negate() {
-    constexpr u32 signs = sizeof(E) == 4 ? 0x80000000u : 0x80008000u;
+    constexpr u32 signs = 0x80008000u;
     for (i32 i = (i32)ptx::thread_index(); i < rows * pitch / 4; i += threads) {
       if (i * 4 % pitch >= width) continue;
       const u32 word = address() + i * 4;
@@ -114,7 +136,27 @@ struct SharedRows {
   }
 
  private:
-  // Each thread keeps to one chunk of the rows, or where rows have more chunks than there are threads, to a few.
+  static constexpr i32 eight_bytes = 8 * (i32)sizeof(E);
+
+  // f(shared address, chunk, whether it exists) for the chunks of one of the rows that a thread fetches: each keeps to
+  // one chunk of the rows, or where rows have more chunks than there are threads, to a few. All lanes take part.
+  template <i32 threads, class F>
+  METHOD void each_own_chunk(F f) {
+    constexpr i32 at_once = base::least(chunks, threads), rows_at_once = threads / at_once;
+    const i32 first = (i32)ptx::thread_index() / at_once;
+    const bool takes_part = threads % at_once == 0 || first < rows_at_once;
+#pragma unroll
+    for (i32 part = 0; part < base::ceil_div(chunks, at_once); ++part) {
+      const i32 chunk = (i32)ptx::thread_index() % at_once + part * at_once;
+      const u32 to = address() + first * pitch + chunk * chunk_bytes;
+#pragma unroll
+      for (i32 i = 0; i < base::ceil_div(rows, rows_at_once); ++i) {
+        const bool inside = rows % rows_at_once == 0 || first + i * rows_at_once < rows;
+        f(to + i * rows_at_once * pitch, chunk, takes_part && chunk < chunks && inside);
+      }
+    }
+  }
+
   template <i32 threads, i32 vector, bool whole>
   METHOD void fetch(attn::RowsView<E> from, i32 count) {
     constexpr i32 at_once = base::least(chunks, threads), rows_at_once = threads / at_once;
@@ -169,32 +211,22 @@ struct SharedRows {
     }
   }
 
-  METHOD static Operand<E> load(u32 row) {
-    u32 words[4];
-    load_matrices(words, row);
-    Operand<E> x;
-    x.set(words);
-    return x;
+  // Four 8 x 8 matrices of which this lane gives one row; `column` is a multiple of 8.
+  template <bool transposed>
+  METHOD Operand<E> load(i32 row, i32 column) const {
+    const u32 from = address() + row * pitch + column / 8 * eight_bytes;
+    if constexpr (floats)
+      return {load_matrices<f16, transposed>(from), load_matrices<f16, transposed>(from + chunk_bytes)};
+    else
+      return load_matrices<E, transposed>(from);
   }
-  METHOD static Operand<E> load_transposed(u32 row) {
-    u32 words[4];
-    load_matrices_transposed(words, row);
-    Operand<E> x;
-    x.set(words);
-    return x;
-  }
-  // Two rows of two columns 8 apart: the second row goes to word `row_word` of the first column, 1 or 2.
-  template <bool pairs, i32 row_word>
-  METHOD Operand<E> load_floats(i32 row, i32 column) const {
-    const i32 t = lane() % 4, apart = pairs ? 1 : 4;
-    const u32 at = address() + (row + (pairs ? 2 * t : t)) * pitch + (column + lane() / 4) * 4;
-    u32 words[4];
-    words[0] = ptx::load_shared<u32>(at);
-    words[row_word] = ptx::load_shared<u32>(at + apart * pitch);
-    words[3 - row_word] = ptx::load_shared<u32>(at + 8 * 4);
-    words[3] = ptx::load_shared<u32>(at + apart * pitch + 8 * 4);
-    Operand<E> x;
-    x.set(words);
+  template <class T, bool transposed>
+  METHOD static Operand<T> load_matrices(u32 row) {
+    Operand<T> x;
+    if constexpr (transposed)
+      arch::load_matrices_transposed(x.word, row);
+    else
+      arch::load_matrices(x.word, row);
     return x;
   }
 };

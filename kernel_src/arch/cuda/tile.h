@@ -40,13 +40,13 @@ struct Matrix {
         for (i32 e = 0; e < 4; ++e) at[i][j][e] = 0.0f;
   }
 
-  METHOD void add(Matrix const& other) {
+  METHOD void add(Matrix const& other, float factor = 1.0f) {
 #pragma unroll
     for (i32 i = 0; i < m_tiles; ++i)
 #pragma unroll
       for (i32 j = 0; j < n_tiles; ++j)
 #pragma unroll
-        for (i32 e = 0; e < 4; ++e) at[i][j][e] += other.at[i][j][e];
+        for (i32 e = 0; e < 4; ++e) at[i][j][e] += other.at[i][j][e] * factor;
   }
 
   // f(row slot, row, column, element) for every element of this lane.
@@ -77,26 +77,40 @@ struct Matrix {
         for (i32 e = 0; e < 4; ++e) f(2 * i + e / 2, at[i][j][e], other.at[i][j][e]);
   }
 
-  // As the left side of a product that contracts columns: 16 rows, one step of columns.
+  // As the left side of a product that contracts columns: 16 rows, one step of columns. `factor` is for floats.
   template <class E>
-  METHOD Operand<E> left(i32 i, i32 step_index) const {
-    u32 words[4];
-    if constexpr (sizeof(E) == 4) {
-      const float (&x)[4] = at[i][step_index];
-      words[0] = ptx::bits(x[0]), words[1] = ptx::bits(x[2]), words[2] = ptx::bits(x[1]), words[3] = ptx::bits(x[3]);
-    } else {
-      const float (&x)[4] = at[i][2 * step_index], (&y)[4] = at[i][2 * step_index + 1];
-      words[0] = pack(E{}, x[0], x[1]), words[1] = pack(E{}, x[2], x[3]);
-      words[2] = pack(E{}, y[0], y[1]), words[3] = pack(E{}, y[2], y[3]);
-    }
+  METHOD Operand<E> left(i32 i, i32 step_index, float factor = 1.0f) const {
+    const float (&x)[4] = at[i][2 * step_index], (&y)[4] = at[i][2 * step_index + 1];
     Operand<E> operand;
-    operand.set(words);
+    if constexpr (sizeof(E) == 4) {
+#pragma unroll
+      for (i32 word = 0; word < 4; ++word) {
+        const float* pair = (word < 2 ? x : y) + word % 2 * 2;
+        const Halves h = halves(pair[0] * factor, pair[1] * factor);
+        operand.high.word[word] = h.high, operand.low.word[word] = h.low;
+      }
+    } else {
+      operand.word[0] = pack(E{}, x[0], x[1]), operand.word[1] = pack(E{}, x[2], x[3]);
+      operand.word[2] = pack(E{}, y[0], y[1]), operand.word[3] = pack(E{}, y[2], y[3]);
+    }
     return operand;
   }
 
   // Puts the elements, converted, into rows of shared memory; `factor(slot)` is what a row is multiplied by.
   template <class Rows, class F>
   METHOD void put(Rows& to, F factor) const {
+    each_pair(factor, [&](i32 row, i32 column, float x, float y) { to.put(row, column, x, y); });
+  }
+  // The same as operands.
+  template <class Rows>
+  METHOD void put_operands(Rows& to, float factor) const {
+    each_pair([&](i32) { return factor; },
+              [&](i32 row, i32 column, float x, float y) { to.put_operand(row, column, x, y); });
+  }
+
+ private:
+  template <class F, class Put>
+  METHOD void each_pair(F factor, Put put) const {
 #pragma unroll
     for (i32 i = 0; i < m_tiles; ++i)
 #pragma unroll
@@ -104,7 +118,7 @@ struct Matrix {
 #pragma unroll
         for (i32 e = 0; e < 4; e += 2) {
           const float f = factor(2 * i + e / 2);
-          to.put(row(i, e), column(j, e), at[i][j][e] * f, at[i][j][e + 1] * f);
+          put(row(i, e), column(j, e), at[i][j][e] * f, at[i][j][e + 1] * f);
         }
   }
 };
@@ -158,11 +172,10 @@ FN void store_per_row(float* to, PerRow<C, float> const& from, i32 rows) {
 }
 
 // Products of a warp: `left(i, k)` gives the operand of row tile i, `right(j, k)` that of column pair j, for every step
-// k of what is contracted, each once. The right operands are loaded `ahead` products before they are used: what shared
-// memory takes to answer then passes during products. The tensor cores do not round sums to nearest (Ootomo and Yokota
-// 2022): where elements are floats, sums of more than a few steps are added up outside.
+// k of what is contracted, each once.
 
-// to += left right, all in the tensor cores
+// to += left right, all in the tensor cores. The right operands are loaded `ahead` products before they are used: what
+// shared memory takes to answer then passes during products.
 template <class E, i32 steps, i32 ahead, class M, class Left, class Right>
 FN void multiply_inside(M& to, Left left, Right right) {
   constexpr i32 pairs = M::n_tiles / 2, products = steps * pairs;
@@ -187,30 +200,49 @@ FN void multiply_inside(M& to, Left left, Right right) {
   }
 }
 
+// The tensor cores do not round sums to nearest (Ootomo and Yokota 2022): where elements are floats, sums of more than
+// a few steps are added up outside.
+constexpr i32 few(i32 steps) { return steps % 4 == 0 ? 4 : steps % 3 == 0 ? 3 : steps % 2 == 0 ? 2 : 1; }
+
 // to += left right
 template <class E, i32 steps, i32 ahead, class M, class Left, class Right>
 FN void multiply(M& to, Left left, Right right) {
   if constexpr (sizeof(E) == 2) {
     multiply_inside<E, steps, ahead>(to, left, right);
   } else {
-    constexpr i32 few = steps % 4 ? 2 : 4;
+    M whole, low;
+    low.clear();
 #pragma unroll 1  // a product of floats is much code, which takes long to compile
-    for (i32 first = 0; first < steps; first += few) {
-      M apart;
-      apart.clear();
-      multiply_inside<E, few, ahead>(
-          apart, [&](i32 i, i32 k) { return left(i, first + k); }, [&](i32 j, i32 k) { return right(j, first + k); });
-      to.add(apart);
+    for (i32 first = 0; first < steps; first += few(steps)) {
+      whole.clear();
+#pragma unroll
+      for (i32 k = first; k < first + few(steps); ++k) {
+        Operand<E> a[M::m_tiles];
+#pragma unroll
+        for (i32 i = 0; i < M::m_tiles; ++i) a[i] = left(i, k);
+#pragma unroll
+        for (i32 j = 0; j < M::n_tiles / 2; ++j) {
+          const Operand<E> b = right(j, k);
+#pragma unroll
+          for (i32 i = 0; i < M::m_tiles; ++i) {
+            multiply_add<0>(whole.at[i][2 * j], low.at[i][2 * j], a[i], b);
+            multiply_add<1>(whole.at[i][2 * j + 1], low.at[i][2 * j + 1], a[i], b);
+          }
+        }
+      }
+      to.add(whole);
     }
+    to.add(low, low_unit);
   }
 }
 
-// The same for wide sums that stay in registers from tile to tile: floats take a pair of columns after the other, so
-// that few registers hold what is added outside. Their left operands are kept.
+// to += factor left right, for wide sums that stay in registers from tile to tile. Floats, which alone have a factor,
+// take a pair of columns after the other, so that few registers hold what is added outside; their left operands are
+// kept.
 template <class E, i32 steps, i32 ahead, class M, class Left, class Right>
-FN void multiply_wide(M& to, Left left, Right right) {
+FN void multiply_wide(M& to, Left left, Right right, float factor = 1.0f) {
   if constexpr (sizeof(E) == 2) {
-    multiply<E, steps, ahead>(to, left, right);
+    multiply_inside<E, steps, ahead>(to, left, right);
   } else {
     Operand<E> a[M::m_tiles][steps];
 #pragma unroll
@@ -219,20 +251,23 @@ FN void multiply_wide(M& to, Left left, Right right) {
       for (i32 k = 0; k < steps; ++k) a[i][k] = left(i, k);
 #pragma unroll
     for (i32 j = 0; j < M::n_tiles / 2; ++j) {
-      float apart[M::m_tiles][2][4] = {};
+      float whole[M::m_tiles][2][4] = {}, low[M::m_tiles][2][4] = {};
 #pragma unroll
       for (i32 k = 0; k < steps; ++k) {
         const Operand<E> b = right(j, k);
 #pragma unroll
         for (i32 i = 0; i < M::m_tiles; ++i) {
-          multiply_add<0>(apart[i][0], a[i][k], b);
-          multiply_add<1>(apart[i][1], a[i][k], b);
+          multiply_add<0>(whole[i][0], low[i][0], a[i][k], b);
+          multiply_add<1>(whole[i][1], low[i][1], a[i][k], b);
         }
       }
 #pragma unroll
       for (i32 i = 0; i < M::m_tiles; ++i)
 #pragma unroll
-        for (i32 e = 0; e < 4; ++e) to.at[i][2 * j][e] += apart[i][0][e], to.at[i][2 * j + 1][e] += apart[i][1][e];
+        for (i32 half = 0; half < 2; ++half)
+#pragma unroll
+          for (i32 e = 0; e < 4; ++e)
+            to.at[i][2 * j + half][e] += (whole[i][half][e] + low[i][half][e] * low_unit) * factor;
     }
   }
 }

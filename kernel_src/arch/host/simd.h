@@ -33,6 +33,15 @@ FN Value max(Value a, Value b) {
   return a > b ? a : b;
 #endif
 }
+FN Value min(Value a, Value b) {
+#if defined(__AVX__)
+  Value x;
+  asm("vminps %2, %1, %0" : "=v"(x) : "v"(a), "vm"(b));
+  return x;
+#else
+  return a < b ? a : b;
+#endif
+}
 FN Value select(Index condition, Value yes, Value no) { return condition ? yes : no; }
 
 FN Index iota() {

@@ -1,7 +1,6 @@
 // Matrix products of a warp on Volta, without its matrix units: lanes hand their operands round, in the layout of
 // ptx.h's products.
 #pragma once
-#include "float_product.h"
 #include "operand.h"
 #include "ptx.h"
 

@@ -1,6 +1,5 @@
-// Matrix products of a warp on Turing: float16 by two products of 8 along the contraction, floats without matrix units.
+// Matrix products of a warp on Turing: two products of 8 along the contraction.
 #pragma once
-#include "float_product.h"
 #include "operand.h"
 #include "ptx.h"
 

@@ -3,6 +3,7 @@
 #pragma once
 #include "accumulate.h"
 #include "attn/layout.h"
+#include "attn/magnitude.h"
 #include "attn/mask.h"
 #include "attn/schedule.h"
 #include "attn/workspace.h"
@@ -74,49 +75,63 @@ struct Backward {
     grad_v.clear();
 
     Tiles tiles(b, mask, p);
+    const KeyPowers<C, P> of_keys((i64)b.batch * p.heads_kv + b.head_kv, p);
+    QueryPowers<C, P> of_next = tiles.powers(b, p);
+    const auto rows_arrive = [&](Rows& rows) {
+      rows.query.template make_operands<threads>(of_next.q.in);
+      rows.grad_out.template make_operands<threads>(of_next.grad_out.in);
+    };
     if (tiles.more()) {
       m.keys.template fetch_rows<threads, C::vector>(k, (i32)b.keys);
       if constexpr (C::grad_keys) m.values.template fetch_rows<threads, C::vector>(v, (i32)b.keys);
       fetch_query(m.rows[0], tiles, p);
       fetch_grad_out(m.rows[0], tiles, p);
-      arch::arrive();
+      arch::arrive([&] {
+        m.keys.template make_operands<threads>(of_keys.k.in);
+        if constexpr (C::grad_keys) m.values.template make_operands<threads>(of_keys.v.in);
+        rows_arrive(m.rows[0]);
+      });
     }
     for (i32 stage = 0; tiles.more(); stage = (stage + 1) % C::stages) {
       Rows& rows = m.rows[stage];
       const Tiles now = tiles;
+      const QueryPowers<C, P> of_now = of_next;
       tiles.advance(p);
+      if (tiles.head != now.head && tiles.more()) of_next = tiles.powers(b, p);
       // With two stages the next rows arrive during all products, with one as soon as the last product with them is
       // done.
       if (C::stages > 1 && tiles.more()) {
         fetch_query(m.rows[(stage + 1) % C::stages], tiles, p);
         fetch_grad_out(m.rows[(stage + 1) % C::stages], tiles, p);
       }
-      differentiate(m, rows, now, b, mask, p);
+      differentiate(m, rows, now, b, mask, of_keys, of_now, p);
       ptx::sync_block();
       if constexpr (C::grad_values)
-        arch::multiply_wide<E, C::block_m / arch::step<E>, C::sums_ahead>(
+        arch::multiply_wide<E, C::block_m / arch::step, C::sums_ahead>(
             grad_v,
-            [&](i32 i, i32 k) { return m.weights.left_by_rows(k * arch::step<E>, GradValues::first_row() + i * 16); },
+            [&](i32 i, i32 k) { return m.weights.left_by_rows(k * arch::step, GradValues::first_row() + i * 16); },
             [&](i32 j, i32 k) {
-              return rows.grad_out.right_by_rows(k * arch::step<E>, GradValues::first_column() + j * 16);
-            });
+              return rows.grad_out.right_by_rows(k * arch::step, GradValues::first_column() + j * 16);
+            },
+            of_now.grad_out.out);
       if (C::stages == 1) {
         ptx::sync_block();
         if (tiles.more()) fetch_grad_out(rows, tiles, p);
       }
-      if constexpr (C::grad_query) add_grad_query(m, now, p);
+      if constexpr (C::grad_query) add_grad_query(m, now, of_now.gradients.out * of_keys.k.out, p);
       if constexpr (C::grad_keys)
-        arch::multiply_wide<E, C::block_m / arch::step<E>, C::sums_ahead>(
+        arch::multiply_wide<E, C::block_m / arch::step, C::sums_ahead>(
             grad_k,
-            [&](i32 i, i32 k) { return m.gradients.left_by_rows(k * arch::step<E>, GradKeys::first_row() + i * 16); },
-            [&](i32 j, i32 k) {
-              return rows.query.right_by_rows(k * arch::step<E>, GradKeys::first_column() + j * 16);
-            });
+            [&](i32 i, i32 k) { return m.gradients.left_by_rows(k * arch::step, GradKeys::first_row() + i * 16); },
+            [&](i32 j, i32 k) { return rows.query.right_by_rows(k * arch::step, GradKeys::first_column() + j * 16); },
+            of_now.gradients.out * of_now.q.out);
       if (C::stages == 1) {
         ptx::sync_block();
         if (tiles.more()) fetch_query(rows, tiles, p);
       }
-      arch::arrive();
+      arch::arrive([&] {
+        if (tiles.more()) rows_arrive(m.rows[(stage + 1) % C::stages]);
+      });
     }
     finish(memory, b, grad_k, grad_v, p);
   }
@@ -139,6 +154,9 @@ struct Backward {
       if (row >= (i32)p.seq_q) row = first, ++head;
     }
     METHOD i32 count(P const& p) const { return base::least(C::block_m, (i32)p.seq_q - row); }
+    METHOD QueryPowers<C, P> powers(KeyBlock const& b, P const& p) const {
+      return {(i64)batch * p.heads_q + head, (i64)batch * p.heads_kv + b.head_kv, p};
+    }
     METHOD i64 data_row(P const& p) const { return Row::row((i64)batch * p.heads_q + head, row, p); }
   };
 
@@ -161,14 +179,14 @@ struct Backward {
   // Probabilities and gradients of scores, left in shared memory.
   template <class In>
   static METHOD void differentiate(In& m, Rows& rows, Tiles const& t, KeyBlock const& b, Mask<C, P, i32> const& mask,
-                                   P const& p) {
+                                   KeyPowers<C, P> const& of_keys, QueryPowers<C, P> const& of_query, P const& p) {
     Scores weights, gradients;
     weights.clear();
     gradients.clear();
     arch::multiply<E, QueryRows::steps, C::scores_ahead>(
         weights, [&](i32 i, i32 k) { return rows.query.left(Scores::first_row() + i * 16, k); },
         [&](i32 j, i32 k) { return m.keys.right(Scores::first_column() + j * 16, k); });
-    const float scale = p.scale * base::log2_e;
+    const float scale = p.scale * base::log2_e * of_query.q.out * of_keys.k.out;
     float lse[2 * Scores::m_tiles], delta[2 * Scores::m_tiles];
 #pragma unroll
     for (i32 i = 0; i < 2 * Scores::m_tiles; ++i) {
@@ -188,22 +206,21 @@ struct Backward {
         if (column >= keys || column - row > limit) x = 0.0f;
       });
     }
-    if constexpr (C::grad_values) weights.put(m.weights, [](i32) { return 1.0f; });
+    if constexpr (C::grad_values) weights.put_operands(m.weights, 1.0f);
     if constexpr (C::grad_keys) {
-      gradients.each_with(weights, [&](i32 slot, float& x, float weight) { x = weight * (x - delta[slot]); });
-      gradients.put(m.gradients, [](i32) { return 1.0f; });
+      const float unit = of_query.grad_out.out * of_keys.v.out;
+      gradients.each_with(weights, [&](i32 slot, float& x, float weight) { x = weight * (x * unit - delta[slot]); });
+      gradients.put_operands(m.gradients, of_query.gradients.in);
     }
   }
 
   template <class In>
-  static METHOD void add_grad_query(In& m, Tiles const& t, P const& p) {
+  static METHOD void add_grad_query(In& m, Tiles const& t, float unit, P const& p) {
     GradQueries sums;
     sums.clear();
-    arch::multiply_wide<E, C::block_n / arch::step<E>, C::sums_ahead>(
+    arch::multiply_wide<E, C::block_n / arch::step, C::sums_ahead>(
         sums, [&](i32 i, i32 k) { return m.gradients.left(GradQueries::first_row() + i * 16, k); },
-        [&](i32 j, i32 k) {
-          return m.keys.template right_by_rows<false>(k * arch::step<E>, GradQueries::first_column() + j * 16);
-        });
+        [&](i32 j, i32 k) { return m.keys.right_by_rows(k * arch::step, GradQueries::first_column() + j * 16); }, unit);
     arch::accumulate(sums, Row::grad_query(t.data_row(p), p), Row::ld);
   }
 

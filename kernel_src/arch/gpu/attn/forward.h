@@ -2,6 +2,7 @@
 // through shared memory while it computes (FlashAttention-2's order). See attn/forward.h for the formulas.
 #pragma once
 #include "attn/layout.h"
+#include "attn/magnitude.h"
 #include "attn/mask.h"
 #include "attn/workspace.h"
 #include "attn/schedule.h"
@@ -44,9 +45,16 @@ struct Forward {
       memory.in.values[stage].template fetch_rows<threads, C::vector>(v.from(key), keys_left(key, p));
     };
 
+    using Heads = Magnitudes<C, P, false>;
+    const i64 head = (i64)b.batch * p.heads_q + b.head, head_kv = (i64)b.batch * p.heads_kv + b.head_kv;
+    const Power of_q = Heads::power(Heads::q(p) + head, p);
+    const Power of_k = Heads::power(Heads::k(p) + head_kv, p), of_v = Heads::power(Heads::v(p) + head_kv, p);
+    const auto keys_arrive = [&](i32 stage) { memory.in.keys[stage].template make_operands<threads>(of_k.in); };
+    const auto values_arrive = [&](i32 stage) { memory.in.values[stage].template make_operands<threads>(of_v.in); };
+
     Sums sums;
     OnlineSoftmax<C> softmax;
-    const float scale = softmax_scale(p.scale);
+    const float scale = softmax_scale(p.scale * of_q.out * of_k.out);
     const auto multiply_keys = [&](Scores& scores, i32 stage) {
       scores.clear();
       arch::multiply<E, QueryRows::steps, C::scores_ahead>(
@@ -67,9 +75,9 @@ struct Forward {
     };
     const auto add_values = [&](Scores& scores, i32 stage) {
       softmax.weigh(scores, scale);
-      arch::multiply_wide<E, C::block_n / arch::step<E>, C::sums_ahead>(
+      arch::multiply_wide<E, C::block_n / arch::step, C::sums_ahead>(
           sums, [&](i32 i, i32 step) { return scores.template left<E>(i, step); },
-          [&](i32 j, i32 step) { return memory.in.values[stage].right_by_rows(step * arch::step<E>, j * 16); });
+          [&](i32 j, i32 step) { return memory.in.values[stage].right_by_rows(step * arch::step, j * 16); });
     };
 
     sums.clear();
@@ -80,7 +88,10 @@ struct Forward {
       fetch_keys(range.first, 0);
       arch::fetches_commit();
       fetch_values(range.first, 0);
-      arch::arrive<1>();
+      arch::arrive<1>([&] {
+        memory.in.query.template make_operands<threads>(of_q.in);
+        keys_arrive(0);
+      });
       if (p.scale < 0.0f) {
         memory.in.query.template negate<threads>();
         ptx::sync_block();
@@ -94,21 +105,25 @@ struct Forward {
       if constexpr (C::stages == 1) {
         // Keys arrive during the sum over the values before them, values during the product with their keys.
         multiply_keys(scores, stage);
-        arch::arrive();
+        arch::arrive([&] { values_arrive(stage); });
         if (more) fetch_keys(next, next_stage);
       } else {
         // Keys and values arrive a whole tile ahead.
         if (more) fetch_keys(next, next_stage), fetch_values(next, next_stage);
         multiply_keys(scores, stage);
-        if (key == range.first) arch::arrive<1>();
+        if (key == range.first) arch::arrive<1>([&] { values_arrive(stage); });
       }
       prepare(scores, key);
       add_values(scores, stage);
-      arch::arrive();
+      arch::arrive([&] {
+        if (!more) return;
+        keys_arrive(next_stage);
+        if (C::stages > 1) values_arrive(next_stage);
+      });
       if (C::stages == 1 && more) fetch_values(next, next_stage);
       stage = next_stage;
     }
-    finish(memory, b, sums, softmax, p);
+    finish(memory, b, sums, of_v.out, softmax, p);
   }
 
  private:
@@ -127,9 +142,11 @@ struct Forward {
 
   static METHOD i32 keys_left(i32 key, P const& p) { return base::least(C::block_n, (i32)p.seq_kv - key); }
 
-  static METHOD void finish(Memory& memory, QueryBlock const& b, Sums& sums, OnlineSoftmax<C>& softmax, P const& p) {
+  static METHOD void finish(Memory& memory, QueryBlock const& b, Sums& sums, float unit, OnlineSoftmax<C>& softmax,
+                            P const& p) {
     PerRow lse;
-    const PerRow inverse = softmax.finish(lse);
+    PerRow inverse = softmax.finish(lse);
+    for (float& x : inverse.slot) x *= unit;
     if constexpr (C::split) {
       using Partial = PartialOut<C, P>;
       const i64 row = Partial::row(b, p);

@@ -2,6 +2,7 @@
 // keys that they see pass through shared memory. See attn/backward.h for the formulas.
 #pragma once
 #include "attn/layout.h"
+#include "attn/magnitude.h"
 #include "attn/mask.h"
 #include "attn/schedule.h"
 #include "attn/workspace.h"
@@ -48,13 +49,21 @@ struct GradQuery {
       tile.values.template fetch_rows<threads, C::vector>(v.from(key), keys_left(key, p));
     };
 
+    const i64 head = (i64)b.batch * p.heads_q + b.head, head_kv = (i64)b.batch * p.heads_kv + b.head_kv;
+    const KeyPowers<C, P> of_keys(head_kv, p);
+    const QueryPowers<C, P> of_query(head, head_kv, p);
+    const auto tile_arrives = [&](Tile& tile) {
+      tile.keys.template make_operands<threads>(of_keys.k.in);
+      tile.values.template make_operands<threads>(of_keys.v.in);
+    };
+
     Sums sums;
     sums.clear();
     float lse[2 * Scores::m_tiles], delta[2 * Scores::m_tiles];
 #pragma unroll
     for (i32 i = 0; i < 2 * Scores::m_tiles; ++i) {
       const i32 row = Scores::row(i / 2, i % 2 * 2);
-      const i64 at = Row::row((i64)b.batch * p.heads_q + b.head, b.first + row, p);
+      const i64 at = Row::row(head, b.first + row, p);
       lse[i] = row < b.rows ? *Row::lse(at, p) : base::infinity;
       delta[i] = row < b.rows ? *Row::delta(at, p) : 0.0f;
     }
@@ -62,7 +71,11 @@ struct GradQuery {
     m.query.template fetch_rows<threads, C::vector>(q, (i32)b.rows);
     m.grad_out.template fetch_rows<threads, C::vector>(grad_out, (i32)b.rows);
     if (keys_end > 0) fetch(m.tiles[0], 0);
-    arch::arrive();
+    arch::arrive([&] {
+      m.query.template make_operands<threads>(of_query.q.in);
+      m.grad_out.template make_operands<threads>(of_query.grad_out.in);
+      if (keys_end > 0) tile_arrives(m.tiles[0]);
+    });
     i32 stage = 0;
     for (i32 key = 0; key < keys_end; key += C::block_n) {
       const i32 next = key + C::block_n;
@@ -77,7 +90,7 @@ struct GradQuery {
       arch::multiply<E, OutRows::steps, C::scores_ahead>(
           gradients, [&](i32 i, i32 step) { return m.grad_out.left(Scores::first_row() + i * 16, step); },
           [&](i32 j, i32 step) { return tile.values.right(j * 16, step); });
-      const float scale = p.scale * base::log2_e;
+      const float scale = p.scale * base::log2_e * of_query.q.out * of_keys.k.out;
       weights.each_slot([&](i32 slot, i32, i32, float& x) { x = arch::exp2(x * scale - lse[slot]); });
       if (!mask.whole(b.first + Scores::first_row(), next) || next > p.seq_kv) {
         const i32 limit = mask.limit(b.first, key), keys = keys_left(key, p);
@@ -85,16 +98,20 @@ struct GradQuery {
           if (column >= keys || column - row > limit) x = 0.0f;
         });
       }
-      gradients.each_with(weights, [&](i32 slot, float& x, float weight) { x = weight * (x - delta[slot]); });
-      arch::multiply_wide<E, C::block_n / arch::step<E>, C::sums_ahead>(
-          sums, [&](i32 i, i32 step) { return gradients.template left<E>(i, step); },
-          [&](i32 j, i32 step) { return tile.keys.right_by_rows(step * arch::step<E>, j * 16); });
+      const float unit = of_query.grad_out.out * of_keys.v.out;
+      gradients.each_with(weights, [&](i32 slot, float& x, float weight) { x = weight * (x * unit - delta[slot]); });
+      arch::multiply_wide<E, C::block_n / arch::step, C::sums_ahead>(
+          sums, [&](i32 i, i32 step) { return gradients.template left<E>(i, step, of_query.gradients.in); },
+          [&](i32 j, i32 step) { return tile.keys.right_by_rows(step * arch::step, j * 16); },
+          of_query.gradients.out * of_keys.k.out);
       if (C::stages == 1) {
         ptx::sync_block();
         if (next < keys_end) fetch(m.tiles[0], next);
       }
-      arch::arrive();
       stage = (stage + 1) % C::stages;
+      arch::arrive([&] {
+        if (next < keys_end) tile_arrives(m.tiles[stage]);
+      });
     }
     sums.put(memory.out, [&](i32) { return p.scale; });
     ptx::sync_block();

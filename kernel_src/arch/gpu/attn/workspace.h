@@ -1,5 +1,7 @@
-// What kernels of one pass leave for the next in the workspace: float32, laid out here and sized by jitattn/plan.py.
+// What kernels of one pass leave for the next in the workspace behind the magnitudes: float32, laid out here and
+// sized by jitattn/plan.py.
 #pragma once
+#include "attn/magnitude.h"
 #include "attn/schedule.h"
 #include "base/math.h"
 #include "tile.h"
@@ -16,10 +18,13 @@ struct PartialOut {
   static METHOD i64 row(QueryBlock const& b, P const& p) {
     return ((i64)b.batch * p.heads_q + b.head) * p.seq_q + b.first;
   }
-  static METHOD float* out(i32 split, i64 row, P const& p) { return p.workspace + (split * rows(p) + row) * ld; }
+  static METHOD float* out(i32 split, i64 row, P const& p) { return begin(p) + (split * rows(p) + row) * ld; }
   static METHOD float* lse(i32 split, i64 row, P const& p) {
-    return p.workspace + p.splits * rows(p) * ld + split * rows(p) + row;
+    return begin(p) + p.splits * rows(p) * ld + split * rows(p) + row;
   }
+
+ private:
+  static METHOD float* begin(P const& p) { return p.workspace + Magnitudes<C, P, false>::floats(p); }
 };
 
 // What the backward pass keeps for each query row, rows being padded so that no tile ends beyond them:
@@ -32,9 +37,12 @@ struct RowData {
   static METHOD i64 all_rows(P const& p) { return (i64)p.batch * p.heads_q * rows(p); }
   static METHOD i64 row(i64 head, i64 first, P const& p) { return head * rows(p) + first; }
 
-  static METHOD float* lse(i64 row, P const& p) { return p.workspace + row; }
-  static METHOD float* delta(i64 row, P const& p) { return p.workspace + all_rows(p) + row; }
-  static METHOD float* grad_query(i64 row, P const& p) { return p.workspace + 2 * all_rows(p) + row * ld; }
+  static METHOD float* lse(i64 row, P const& p) { return begin(p) + row; }
+  static METHOD float* delta(i64 row, P const& p) { return begin(p) + all_rows(p) + row; }
+  static METHOD float* grad_query(i64 row, P const& p) { return begin(p) + 2 * all_rows(p) + row * ld; }
+
+ private:
+  static METHOD float* begin(P const& p) { return p.workspace + Magnitudes<C, P, true>::floats(p); }
 };
 
 }  // namespace attn
