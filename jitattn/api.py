@@ -75,8 +75,8 @@ def attention(
 
     The remaining options are part of the interface and refused until a kernel has them.
 
-    On GPUs from Ampere on, float32 products are sums of three TF32 products, as exact as float32 for finite values;
-    infinite ones in q or k give NaN.
+    On GPUs float32 products are sums of three float16 products of scaled halves (Ootomo and Yokota 2022), as exact as
+    float32 for finite values that are at least 2^-29 of the largest of their head; infinite ones in q or k give NaN.
 
     The algorithm is FlashAttention-2's: Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work
     Partitioning", 2023, https://arxiv.org/abs/2307.08691.
