@@ -28,8 +28,9 @@ BASE = Problem(
 OF_TABLE = {"sm_75": "sm_75", "sm_80": "sm_80", "sm_86": "sm_86", "sm_90": "sm_90"}
 MARGIN = 1 << 10  # of shared memory, that each block costs beyond its own
 # Bytes of a thread's registers. A few that wait in the cache cost nothing that shows: on an H200 these tiles are faster
-# than the next ones that spill nothing (docs/benchmarks/h200.md). Most is spilt by float32 at head dim 256.
-MAY_SPILL = 128
+# than the next ones that spill nothing (docs/benchmarks/h200.md).
+MAY_SPILL = 64
+MAY_SPILL_WIDE_FLOATS = 128  # float32 beyond head dim 128: 91 TFLOP/s forward where a tile that spills 12 reaches 76
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,9 @@ def _needs_compiler(arch: str) -> None:
 
 def check(config: KernelConfig, resources: dict[str, Any], on: Target) -> None:
     constants = dict(config.constants)
-    assert max(resources["spill_bytes"], resources["stack_bytes"]) <= MAY_SPILL, f"{config}: {resources}"
+    wide_floats = config.dtype == "float32" and config.head_dim > 128
+    limit = MAY_SPILL_WIDE_FLOATS if wide_floats else MAY_SPILL
+    assert max(resources["spill_bytes"], resources["stack_bytes"]) <= limit, f"{config}: {resources}"
     assert "warnings" not in resources, f"{config}: {resources['warnings']}"
     assert resources["threads"] == 32 * constants["warps"]
     needed = resources["shared_bytes"] + resources["static_shared_bytes"]

@@ -61,6 +61,22 @@ def test_plans_are_run_whole() -> None:
     assert kernels(units=1, deterministic=True) == ["forward", "delta", "backward", "grad_query"]
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_powers_of_two_pass_through_float32(deterministic: bool) -> None:
+    """However large or small the elements of a head are as a whole, their products keep every bit."""
+    case = Case(F32, heads_q=4, heads_kv=2, causal="top_left")
+    inputs = oracle.make_inputs(case)
+    emulated = Emulated("sm_80", deterministic=deterministic)
+    plain = oracle.run(inputs, emulated, causal=case.causal)
+    up, down = 2.0**60, 2.0**-60
+    scaled = dataclasses.replace(
+        inputs, q=inputs.q * up, k=inputs.k * down, v=inputs.v * down, dout=inputs.dout * up, dlse=inputs.dlse
+    )
+    got = oracle.run(scaled, emulated, causal=case.causal)
+    for name, factor in (("out", down), ("lse", 1.0), ("dq", down), ("dk", up), ("dv", up)):
+        assert torch.equal(got[name], plain[name] * factor), name
+
+
 def test_every_seed_gives_the_same_bits() -> None:
     """Sums of dQ have an order of their own only in deterministic plans."""
     case = Case(BF16, seq_q=150, causal="bottom_right")

@@ -76,10 +76,10 @@ struct Backward {
 
     Tiles tiles(b, mask, p);
     const KeyPowers<C, P> of_keys((i64)b.batch * p.heads_kv + b.head_kv, p);
-    QueryPowers<C, P> of_next = tiles.powers(b, p);
+    QueryPowers<C, P> of_query = tiles.powers(b, p);
     const auto rows_arrive = [&](Rows& rows) {
-      rows.query.template make_operands<threads>(of_next.q.in);
-      rows.grad_out.template make_operands<threads>(of_next.grad_out.in);
+      rows.query.template make_operands<threads>(of_query.q.in);
+      rows.grad_out.template make_operands<threads>(of_query.grad_out.in);
     };
     if (tiles.more()) {
       m.keys.template fetch_rows<threads, C::vector>(k, (i32)b.keys);
@@ -95,16 +95,14 @@ struct Backward {
     for (i32 stage = 0; tiles.more(); stage = (stage + 1) % C::stages) {
       Rows& rows = m.rows[stage];
       const Tiles now = tiles;
-      const QueryPowers<C, P> of_now = of_next;
       tiles.advance(p);
-      if (tiles.head != now.head && tiles.more()) of_next = tiles.powers(b, p);
       // With two stages the next rows arrive during all products, with one as soon as the last product with them is
       // done.
       if (C::stages > 1 && tiles.more()) {
         fetch_query(m.rows[(stage + 1) % C::stages], tiles, p);
         fetch_grad_out(m.rows[(stage + 1) % C::stages], tiles, p);
       }
-      differentiate(m, rows, now, b, mask, of_keys, of_now, p);
+      differentiate(m, rows, now, b, mask, of_keys, of_query, p);
       ptx::sync_block();
       if constexpr (C::grad_values)
         arch::multiply_wide<E, C::block_m / arch::step, C::sums_ahead>(
@@ -113,24 +111,26 @@ struct Backward {
             [&](i32 j, i32 k) {
               return rows.grad_out.right_by_rows(k * arch::step, GradValues::first_column() + j * 16);
             },
-            of_now.grad_out.out);
+            of_query.grad_out.out());
       if (C::stages == 1) {
         ptx::sync_block();
         if (tiles.more()) fetch_grad_out(rows, tiles, p);
       }
-      if constexpr (C::grad_query) add_grad_query(m, now, of_now.gradients.out * of_keys.k.out, p);
+      if constexpr (C::grad_query) add_grad_query(m, now, of_query.gradients.out() * of_keys.k.out(), p);
       if constexpr (C::grad_keys)
         arch::multiply_wide<E, C::block_m / arch::step, C::sums_ahead>(
             grad_k,
             [&](i32 i, i32 k) { return m.gradients.left_by_rows(k * arch::step, GradKeys::first_row() + i * 16); },
             [&](i32 j, i32 k) { return rows.query.right_by_rows(k * arch::step, GradKeys::first_column() + j * 16); },
-            of_now.gradients.out * of_now.q.out);
+            of_query.gradients.out() * of_query.q.out());
       if (C::stages == 1) {
         ptx::sync_block();
         if (tiles.more()) fetch_query(rows, tiles, p);
       }
       arch::arrive([&] {
-        if (tiles.more()) rows_arrive(m.rows[(stage + 1) % C::stages]);
+        if (!tiles.more()) return;
+        if (tiles.head != now.head) of_query = tiles.powers(b, p);
+        rows_arrive(m.rows[(stage + 1) % C::stages]);
       });
     }
     finish(memory, b, grad_k, grad_v, p);
@@ -186,7 +186,7 @@ struct Backward {
     arch::multiply<E, QueryRows::steps, C::scores_ahead>(
         weights, [&](i32 i, i32 k) { return rows.query.left(Scores::first_row() + i * 16, k); },
         [&](i32 j, i32 k) { return m.keys.right(Scores::first_column() + j * 16, k); });
-    const float scale = p.scale * base::log2_e * of_query.q.out * of_keys.k.out;
+    const float scale = p.scale * base::log2_e * of_query.q.out() * of_keys.k.out();
     float lse[2 * Scores::m_tiles], delta[2 * Scores::m_tiles];
 #pragma unroll
     for (i32 i = 0; i < 2 * Scores::m_tiles; ++i) {
@@ -208,7 +208,7 @@ struct Backward {
     }
     if constexpr (C::grad_values) weights.put_operands(m.weights, 1.0f);
     if constexpr (C::grad_keys) {
-      const float unit = of_query.grad_out.out * of_keys.v.out;
+      const float unit = of_query.grad_out.out() * of_keys.v.out();
       gradients.each_with(weights, [&](i32 slot, float& x, float weight) { x = weight * (x * unit - delta[slot]); });
       gradients.put_operands(m.gradients, of_query.gradients.in);
     }

@@ -54,7 +54,7 @@ struct Forward {
 
     Sums sums;
     OnlineSoftmax<C> softmax;
-    const float scale = softmax_scale(p.scale * of_q.out * of_k.out);
+    const float scale = softmax_scale(p.scale * of_q.out() * of_k.out());
     const auto multiply_keys = [&](Scores& scores, i32 stage) {
       scores.clear();
       arch::multiply<E, QueryRows::steps, C::scores_ahead>(
@@ -123,7 +123,7 @@ struct Forward {
       if (C::stages == 1 && more) fetch_values(next, next_stage);
       stage = next_stage;
     }
-    finish(memory, b, sums, of_v.out, softmax, p);
+    finish(memory, b, sums, of_v.out(), softmax, p);
   }
 
  private:

@@ -90,7 +90,7 @@ struct GradQuery {
       arch::multiply<E, OutRows::steps, C::scores_ahead>(
           gradients, [&](i32 i, i32 step) { return m.grad_out.left(Scores::first_row() + i * 16, step); },
           [&](i32 j, i32 step) { return tile.values.right(j * 16, step); });
-      const float scale = p.scale * base::log2_e * of_query.q.out * of_keys.k.out;
+      const float scale = p.scale * base::log2_e * of_query.q.out() * of_keys.k.out();
       weights.each_slot([&](i32 slot, i32, i32, float& x) { x = arch::exp2(x * scale - lse[slot]); });
       if (!mask.whole(b.first + Scores::first_row(), next) || next > p.seq_kv) {
         const i32 limit = mask.limit(b.first, key), keys = keys_left(key, p);
@@ -98,12 +98,12 @@ struct GradQuery {
           if (column >= keys || column - row > limit) x = 0.0f;
         });
       }
-      const float unit = of_query.grad_out.out * of_keys.v.out;
+      const float unit = of_query.grad_out.out() * of_keys.v.out();
       gradients.each_with(weights, [&](i32 slot, float& x, float weight) { x = weight * (x * unit - delta[slot]); });
       arch::multiply_wide<E, C::block_n / arch::step, C::sums_ahead>(
           sums, [&](i32 i, i32 step) { return gradients.template left<E>(i, step, of_query.gradients.in); },
           [&](i32 j, i32 step) { return tile.keys.right_by_rows(step * arch::step, j * 16); },
-          of_query.gradients.out * of_keys.k.out);
+          of_query.gradients.out() * of_keys.k.out());
       if (C::stages == 1) {
         ptx::sync_block();
         if (next < keys_end) fetch(m.tiles[0], next);

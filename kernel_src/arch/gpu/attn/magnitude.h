@@ -8,15 +8,17 @@
 
 namespace attn {
 
-// A power of two and its inverse.
+// A power of two.
 struct Power {
-  float in, out;  // what elements are multiplied by, and what their products are
+  float in;  // what elements are multiplied by
+  // What their products are: its inverse.
+  METHOD float out() const { return ptx::real((254u << 23) - ptx::bits(in)); }
 };
 
 // Brings magnitudes up to `largest` below 2^15.
 FN Power power_below(float largest) {
   const i32 exponent = (i32)(ptx::bits(largest) >> 23), power = base::most(1, base::least(268 - exponent, 253));
-  return {ptx::real((u32)power << 23), ptx::real((u32)(254 - power) << 23)};
+  return {ptx::real((u32)power << 23)};
 }
 
 // The first part of the workspace, where elements are floats: the largest finite magnitude of each of `parts` parts of
@@ -47,7 +49,7 @@ struct Magnitudes {
     if constexpr (needed)
       return power_below(largest(head, p));
     else
-      return {1.0f, 1.0f};
+      return {1.0f};
   }
 };
 
@@ -71,7 +73,7 @@ struct QueryPowers {
                                   Heads::largest(Heads::grad_out(p) + head, p) +
                               Heads::largest(Heads::grad_lse(p) + head, p));
     else
-      gradients = {1.0f, 1.0f};
+      gradients = {1.0f};
   }
 };
 
