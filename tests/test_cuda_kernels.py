@@ -87,9 +87,10 @@ def test_every_table_has_an_architecture() -> None:
 
 @pytest.mark.parametrize("candidate", candidates(), ids=str)
 def test_a_row_compiles(candidate: Candidate) -> None:
-    on = target.parse(OF_TABLE[candidate.table])
     before = plan._table(candidate.table)
     row = before[candidate.kernel][candidate.row]
+    on = target.parse(row.get("archs", [OF_TABLE[candidate.table]])[0])
+    _needs_compiler(on.arch)
     only = row | {"tiles": [row["tiles"][candidate.tile]]}
     plan.replace_table(candidate.table, before | {candidate.kernel: [only]})
     try:
@@ -106,6 +107,8 @@ def test_a_row_compiles(candidate: Candidate) -> None:
 def _problems(kernel: str, row: dict[str, Any], on: Target) -> Iterator[Problem]:
     """Problems at the row's limit that need the kernel."""
     largest = row["max_head_dim"]
+    if on.table == "sm_75" and kernel not in ("forward", "backward", "grad_query"):
+        largest = 64  # beyond, the plan's other kernels find no room, or make all sums themselves
     problem = replace(
         BASE,
         dtype=next(dtype for dtype in row.get("dtypes", ["float16"]) if dtype != "bfloat16" or on.bf16_dot),

@@ -149,7 +149,7 @@ struct SharedRows {
     for (i32 part = 0; part < base::ceil_div(chunks, at_once); ++part) {
       const i32 chunk = (i32)ptx::thread_index() % at_once + part * at_once;
       const u32 to = address() + first * pitch + chunk * chunk_bytes;
-#pragma unroll
+#pragma unroll 8  // much code otherwise, and more under way than there are registers
       for (i32 i = 0; i < base::ceil_div(rows, rows_at_once); ++i) {
         const bool inside = rows % rows_at_once == 0 || first + i * rows_at_once < rows;
         f(to + i * rows_at_once * pitch, chunk, takes_part && chunk < chunks && inside);
