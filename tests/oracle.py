@@ -208,6 +208,31 @@ def verify(
     check_all(got, expect(inputs, Problem(case.softmax_scale, case.diagonal), backward=backward), names)
 
 
+# Sizes of queries that make scores of about 2^22, 2^29, 2^33 and 2^44.
+COARSE = (2.0**15, 2.0**22, 2.0**26, 2.0**37)
+
+
+def verify_coarse(
+    dtype: torch.dtype, size: float, attention: Callable[..., tuple[Tensor, Tensor]], device: str = "cpu"
+) -> None:
+    """Scores so large that the last bit of one is a weight's whole: a row takes the key of its largest score, whose
+    LSE it has. The LSE is rounded too, so of the gradients only what no probability above 1 could give is known."""
+    inputs = make_inputs(Case(dtype, heads_q=2, heads_kv=1, seq_q=90, seq_kv=200), device)
+    inputs.q.zero_()[..., 0] = size
+    inputs.k[0, 0, :, 0] = torch.randperm(200, device=device) - 100.0
+    for causal in (False, "top_left"):
+        got = run(inputs, attention, scale=0.75, causal=causal)
+        visible = inputs.k[0, 0, :, 0].double().expand(90, 200)
+        visible = visible.tril() - 1e9 * (1 - torch.ones_like(visible).tril()) if causal else visible
+        top, key = visible.max(-1)
+        torch.testing.assert_close(got["lse"].double(), (0.75 * size * top).expand(1, 2, 90), rtol=1e-6, atol=1.0)
+        torch.testing.assert_close(
+            got["out"], inputs.v[:, :, key].expand(1, 2, 90, -1), rtol=FLOOR[dtype], atol=FLOOR[dtype]
+        )
+        assert all(got[name].isfinite().all() for name in NAMES)
+        assert (got["dv"].abs() <= 1.01 * inputs.dout.abs().sum((1, 2))).all()
+
+
 @contextlib.contextmanager
 def poisoned(*sizes: int) -> Iterator[None]:
     """Make memory that is allocated inside, and never written, show as NaN.

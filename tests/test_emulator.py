@@ -76,27 +76,20 @@ def test_number_formats() -> None:
     small = torch.randn(1 << 14).mul(1e-6).view(torch.int32)  # where float16 is subnormal
     x = torch.cat([x, small, torch.randn(1 << 14).mul(1e4).view(torch.int32)])[: 1 << 15]
     half = torch.arange(1 << 16, dtype=torch.int32)
-    bf16, f16, tf32 = (torch.zeros(len(x), dtype=torch.int32) for _ in range(3))
+    bf16, f16 = (torch.zeros(len(x), dtype=torch.int32) for _ in range(2))
     wide = torch.zeros(1 << 16)
     body = """
     for (u32 i = thread; i < 1 << 15; i += 32) {
       p.bf16[i] = ptx::pack_bf16(ptx::real(p.x[i]), -ptx::real(p.x[i]));
       p.f16[i] = ptx::pack_f16(ptx::real(p.x[i]), -ptx::real(p.x[i]));
-      p.tf32[i] = ptx::round_tf32(ptx::real(p.x[i]));
     }
     for (u32 i = thread; i < 1 << 16; i += 32) p.wide[i] = ptx::float_of_f16((u16)p.half[i]);
     """
-    launch(body, x=x, half=half, bf16=bf16, f16=f16, tf32=tf32, wide=wide, inputs="x half")
+    launch(body, x=x, half=half, bf16=bf16, f16=f16, wide=wide, inputs="x half")
     assert same_bits(wide, half.to(torch.int16).view(torch.float16).float())
     pairs = torch.stack([x.view(torch.float32), -x.view(torch.float32)], -1)
     assert same_bits(bf16.view(torch.bfloat16).view(-1, 2), pairs.to(torch.bfloat16))
     assert same_bits(f16.view(torch.float16).view(-1, 2), pairs.to(torch.float16))
-    exact = x.view(torch.float32).double()
-    rounded = tf32.view(torch.float32).double()
-    assert (tf32 & 0x1FFF).masked_fill(rounded.isnan(), 0).eq(0).all()
-    normal = exact.isfinite() & (exact.abs() > 2.0**-126) & rounded.isfinite()
-    assert ((rounded - exact).abs() <= exact.abs() * 2.0**-11)[normal].all()
-    assert rounded[1].item() == 1 + 2.0**-10, "ties go away from zero"
 
 
 def test_exp2_and_log2_flush_subnormal_numbers() -> None:
@@ -147,7 +140,6 @@ PRODUCTS = {
     "mma_bf16(c, a, b)": torch.bfloat16,
     "mma_f16(c, a, b)": torch.float16,
     "mma_f16_k8(c, a[0], a[1], b[0])": torch.float16,
-    "mma_tf32(c, a, b)": torch.float32,
 }
 
 
@@ -164,8 +156,6 @@ def test_products(call: str) -> None:
     a, b = as_words(torch.randn(32, 4 * elements), dtype), as_words(torch.randn(32, 2 * elements), dtype)
     c = torch.randn(32, 4)
     got = sums(product(call, a, b, c))
-    if dtype == torch.float32:
-        a, b = a & ~0x1FFF, b & ~0x1FFF
     x, y = operand_a(a, dtype), operand_b(b, dtype)
     if "k8" in call:
         x, y = x[:, :8], y[:8]

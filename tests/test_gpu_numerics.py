@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -209,6 +210,13 @@ def test_keys_of_minus_infinity_are_as_if_absent(dtype: torch.dtype) -> None:
     without = replace(inputs, k=inputs.k[:, :, kept], v=inputs.v[:, :, kept])
     expected = oracle.expect(without, oracle.Problem(0.125, None), backward=False)
     oracle.check_all({"out": out, "lse": lse}, expected, ("out", "lse"))
+
+
+@BOTH
+@pytest.mark.parametrize("size", oracle.COARSE)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_scores_whose_rounding_is_coarse(dtype: torch.dtype, size: float, deterministic: bool) -> None:
+    oracle.verify_coarse(dtype, size, functools.partial(jitattn.attention, deterministic=deterministic), DEVICE)
 
 
 # Bits.

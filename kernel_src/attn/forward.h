@@ -88,7 +88,7 @@ struct Forward {
     const i64 first = b.first + i * C::panel;
     const i32 rows = panel_rows(b, i);
     arch::PerRow<C, arch::Value> lse;
-    const auto inverse = panel.softmax.finish(lse);
+    const auto inverse = panel.softmax.finish(lse, softmax_scale(p.scale));
     panel.out.store_rows(rows_view(p.out, b.batch, p.out_batch, b.head, p.out_head, first, p.out_row, 1), rows,
                          inverse);
     arch::store_per_row(p.lse + (b.batch * p.heads_q + b.head) * p.seq_q + first, lse, rows);

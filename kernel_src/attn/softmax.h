@@ -15,8 +15,8 @@ FN float softmax_scale(float scale) {
 template <class C>
 struct OnlineSoftmax {
   struct Statistic {
-    arch::Value anchor;  // what is subtracted before exp2: near the largest scaled score, -inf while no key was visible
-    arch::Value total;   // sum of exp2(score * scale - anchor)
+    arch::Value anchor;  // what is subtracted before exp2: near the largest score, -inf while no key was visible
+    arch::Value total;   // sum of exp2((score - anchor) * scale)
   };
   arch::PerRow<C, Statistic> rows;
 
@@ -54,30 +54,38 @@ struct OnlineSoftmax {
     return raise(best, scale);
   }
   METHOD void weigh(arch::Scores<C>& scores, float scale) {
-    arch::PerRow<C, Statistic> now;
-    for (i32 i = 0; i < now.slots; ++i) now.slot[i] = {finite(rows.slot[i].anchor), arch::splat(0.0f)};
-    scores.each(now, [&](Statistic& s, auto, auto, arch::Value& x) {
-      x = arch::exp2(x * scale - s.anchor);
-      s.total += x;
-    });
-    for (i32 i = 0; i < now.slots; ++i) rows.slot[i].total += now.slot[i].total;
+    arch::PerRow<C, Sum> now;
+    bool moderate = true;
+    for (i32 i = 0; i < now.slots; ++i) {
+      const auto anchor = finite(rows.slot[i].anchor), scaled = anchor * scale, size = arch::max(scaled, -scaled);
+      moderate = moderate && arch::all((size < 4e6f) | (size == base::infinity));
+      now.slot[i] = {anchor, scaled, arch::splat(0.0f)};
+    }
+    // The first takes an instruction less, but the rounding of a scaled anchor is in its weights.
+    if (moderate)
+      add_weights(scores, now, [&](Sum& s, arch::Value x) { return x * scale - s.scaled; });
+    else
+      add_weights(scores, now, [&](Sum& s, arch::Value x) { return (x - s.anchor) * scale; });
   }
 
   // After the last tile: 1 / total (0 for a row that saw nothing), and the natural-log LSE (-inf for such a row).
-  METHOD arch::PerRow<C, arch::Value> finish(arch::PerRow<C, arch::Value>& lse) {
+  METHOD arch::PerRow<C, arch::Value> finish(arch::PerRow<C, arch::Value>& lse, float scale) {
     arch::share_sum(rows);
     arch::PerRow<C, arch::Value> inverse;
     for (i32 i = 0; i < rows.slots; ++i) {
       const auto& s = rows.slot[i];
       inverse.slot[i] = arch::select(s.total == 0.0f, arch::splat(0.0f), 1.0f / s.total);
-      lse.slot[i] = (s.anchor + arch::log2(s.total)) * base::ln_2;
+      lse.slot[i] = (s.anchor * scale + arch::log2(s.total)) * base::ln_2;
     }
     return inverse;
   }
 
  private:
   struct Best {
-    arch::Value top;  // the largest score of a tile, not scaled
+    arch::Value top;  // the largest score of a tile
+  };
+  struct Sum {
+    arch::Value anchor, scaled, total;
   };
   static METHOD arch::PerRow<C, Best> none() {
     arch::PerRow<C, Best> best;
@@ -88,16 +96,25 @@ struct OnlineSoftmax {
     return arch::select(anchor == -base::infinity, arch::splat(0.0f), anchor);
   }
 
+  template <class F>
+  METHOD void add_weights(arch::Scores<C>& scores, arch::PerRow<C, Sum>& now, F exponent) {
+    scores.each(now, [&](Sum& s, auto, auto, arch::Value& x) {
+      x = arch::exp2(exponent(s, x));
+      s.total += x;
+    });
+    for (i32 i = 0; i < now.slots; ++i) rows.slot[i].total += now.slot[i].total;
+  }
+
   METHOD arch::PerRow<C, arch::Value> raise(arch::PerRow<C, Best>& best, float scale) {
     arch::share_max(best);
     arch::PerRow<C, arch::Value> factor;
     for (i32 i = 0; i < factor.slots; ++i) {
       auto& s = rows.slot[i];
-      const auto before = s.anchor, top = best.slot[i].top * scale;
+      const auto before = s.anchor, top = best.slot[i].top;
       // While weights stay below 2^8 the anchor stays too, and earlier sums as they are.
-      s.anchor = arch::select(top > before + 8.0f, top, before);
+      s.anchor = arch::select((top - before) * scale > 8.0f, top, before);
       // 0 from the first visible key on: there are no sums before it.
-      factor.slot[i] = arch::exp2(before - finite(s.anchor));
+      factor.slot[i] = arch::exp2((before - finite(s.anchor)) * scale);
       s.total *= factor.slot[i];
     }
     return factor;

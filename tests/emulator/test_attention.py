@@ -77,6 +77,12 @@ def test_powers_of_two_pass_through_float32(deterministic: bool) -> None:
         assert torch.equal(got[name], plain[name] * factor), name
 
 
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_scores_whose_rounding_is_coarse(dtype: torch.dtype, deterministic: bool) -> None:
+    oracle.verify_coarse(dtype, 2.0**26, Emulated("sm_80", deterministic=deterministic))
+
+
 def test_every_seed_gives_the_same_bits() -> None:
     """Sums of dQ have an order of their own only in deterministic plans."""
     case = Case(BF16, seq_q=150, causal="bottom_right")

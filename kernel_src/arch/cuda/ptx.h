@@ -181,12 +181,6 @@ FN float float_of_f16(u16 x) {
   asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x));
   return y;
 }
-// The nearest float with 10 explicit bits of fraction; sm_80 and newer.
-FN u32 round_tf32(float x) {
-  u32 y;
-  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(y) : "f"(x));
-  return y;
-}
 
 // ---- matrix products of a warp: c (16 x 8, float32) += a b. With g = lane / 4 and t = lane % 4, c holds rows g (c[0],
 // c[1]) and g + 8 (c[2], c[3]) of columns 2 t and 2 t + 1.
@@ -210,14 +204,6 @@ FN void mma_f16_k8(float (&c)[4], u32 a0, u32 a1, u32 b0) {
   asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a0), "r"(a1), "r"(b0));
-}
-// a 16 x 8: a[0] (row g) and a[1] (row g + 8) hold column t, a[2] and a[3] column t + 4. b 8 x 8: b[0] holds row t of
-// column g, b[1] row t + 4. The operands are floats of which the low 13 bits are not looked at. sm_80 and newer.
-FN void mma_tf32(float (&c)[4], const u32 (&a)[4], const u32 (&b)[2]) {
-  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-      "{%0, %1, %2, %3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
 }  // namespace ptx

@@ -11,7 +11,7 @@ struct Floats4 {
   float at[4];
 };
 
-enum class Format { bf16, f16, f16_k8, tf32 };
+enum class Format { bf16, f16, f16_k8 };
 
 // A thread has one of each for its whole life.
 __attribute__((const)) u32 thread_index();
@@ -43,7 +43,6 @@ float log2(float x);
 u16 bf16_of(float x);
 u16 f16_of(float x);
 float float_of_f16(u16 x);
-u32 round_tf32(float x);
 
 Floats4 multiply_add(const char* name, Format format, Floats4 c, Words4 a, Words2 b);
 

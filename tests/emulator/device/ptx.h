@@ -43,7 +43,6 @@ FN float real(u32 x) {
 FN u32 pack_bf16(float low, float high) { return emulator::bf16_of(low) | (u32)emulator::bf16_of(high) << 16; }
 FN u32 pack_f16(float low, float high) { return emulator::f16_of(low) | (u32)emulator::f16_of(high) << 16; }
 FN float float_of_f16(u16 x) { return emulator::float_of_f16(x); }
-FN u32 round_tf32(float x) { return emulator::round_tf32(x); }
 
 // ---- between the lanes of a warp
 
@@ -121,9 +120,6 @@ FN void mma_f16(float (&c)[4], const u32 (&a)[4], const u32 (&b)[2]) {
 }
 FN void mma_f16_k8(float (&c)[4], u32 a0, u32 a1, u32 b0) {
   emulator::multiply_add_to(c, "mma_f16_k8", emulator::Format::f16_k8, {{a0, a1}}, {{b0}});
-}
-FN void mma_tf32(float (&c)[4], const u32 (&a)[4], const u32 (&b)[2]) {
-  emulator::multiply_add_to(c, "mma_tf32", emulator::Format::tf32, {{a[0], a[1], a[2], a[3]}}, {{b[0], b[1]}});
 }
 
 }  // namespace ptx

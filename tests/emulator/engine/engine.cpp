@@ -115,7 +115,6 @@ float log2(float x) { return log2f(engine::flushed(x)); }
 u16 bf16_of(float x) { return engine::bf16_of(x); }
 u16 f16_of(float x) { return engine::f16_of(x); }
 float float_of_f16(u16 x) { return engine::float_of_f16(x); }
-u32 round_tf32(float x) { return engine::tf32_of(x); }
 
 Floats4 multiply_add(const char* name, Format format, Floats4 c, Words4 a, Words2 b) {
   Exchange in;
@@ -130,8 +129,6 @@ Floats4 multiply_add(const char* name, Format format, Floats4 c, Words4 a, Words
         return engine::multiply_add<Format::f16>(ins, outs);
       case Format::f16_k8:
         return engine::multiply_add<Format::f16_k8>(ins, outs);
-      case Format::tf32:
-        return engine::multiply_add<Format::tf32>(ins, outs);
     }
   });
   memcpy(&c, &out, 16);

@@ -38,9 +38,6 @@ inline float float_of_f16(u16 x) {
   return real(sign | ((size << 13) + (112u << 23)));
 }
 
-// Ties go away from zero.
-inline u32 tf32_of(float x) { return isnan(x) ? 0x7fffffff : isinf(x) ? bits(x) : (bits(x) + 0x1000) & ~0x1fffu; }
-
 // A double's first 24 significant bits.
 inline double cut(double x) {
   uint64_t y;
@@ -51,21 +48,19 @@ inline double cut(double x) {
 }
 
 // What the lanes give to a product, as matrices. With g = lane / 4 and t = lane % 4, a word of 16-bit elements holds
-// columns 2 t and 2 t + 1 of row g of a (or rows of column g of b), a word of a float column t. The odd words of a lie
-// 8 rows further, the upper half of the words half of the columns of a and rows of b further.
+// columns 2 t and 2 t + 1 of row g of a (or rows of column g of b). The odd words of a lie 8 rows further, the upper
+// half of the words half of the columns of a and rows of b further.
 template <emulator::Format format>
 struct Operands {
-  static constexpr bool floats = format == emulator::Format::tf32;
-  static constexpr u32 k = floats || format == emulator::Format::f16_k8 ? 8 : 16;
-  static constexpr u32 per_word = floats ? 1 : 2, b_words = k / (4 * per_word);
+  static constexpr u32 k = format == emulator::Format::f16_k8 ? 8 : 16, b_words = k / 8;
   double a[16][k], b[k][8];  // exact, as their products will be
 
   explicit Operands(const Exchange (&in)[lanes]) {
     for (u32 lane = 0; lane < lanes; ++lane) {
       const u32 g = lane / 4, t = lane % 4, *a_word = in[lane].word + 4, *b_word = in[lane].word + 8;
       for (u32 i = 0; i < b_words; ++i)
-        for (u32 e = 0; e < per_word; ++e) {
-          const u32 at = 4 * per_word * i + per_word * t + e;
+        for (u32 e = 0; e < 2; ++e) {
+          const u32 at = 8 * i + 2 * t + e;
           a[g][at] = element(a_word[2 * i], e);
           a[g + 8][at] = element(a_word[2 * i + 1], e);
           b[at][g] = element(b_word[i], e);
@@ -73,18 +68,17 @@ struct Operands {
     }
   }
   static float element(u32 word, u32 e) {
-    if constexpr (floats) return real(word & ~0x1fffu);
     const u16 half = (u16)(word >> 16 * e);
     return format == emulator::Format::bf16 ? real((u32)half << 16) : float_of_f16(half);
   }
 };
 
 // The tensor cores add a few exact products to a sum and cut off what does not fit a float32 (Fasi et al. 2021; Ootomo
-// and Yokota 2022): 8 products of 16-bit elements and 4 of TF32 on sm_80, more at a time on newer ones. So does this,
-// because kernels must be good enough with such sums. Sums are exact here before they are cut.
+// and Yokota 2022): 8 products of 16-bit elements on sm_80, more at a time on newer ones. So does this, because
+// kernels must be good enough with such sums. Sums are exact here before they are cut.
 template <emulator::Format format>
 void multiply_add(const Exchange (&in)[lanes], Words4 (&out)[lanes]) {
-  constexpr u32 at_once = format == emulator::Format::tf32 ? 4 : 8;
+  constexpr u32 at_once = 8;
   const Operands<format> x(in);
   double c[16][8];
   for (u32 lane = 0; lane < lanes; ++lane)

@@ -5,6 +5,7 @@
 #include "attn/layout.h"
 #include "attn/magnitude.h"
 #include "attn/mask.h"
+#include "attn/probability.h"
 #include "attn/schedule.h"
 #include "attn/workspace.h"
 #include "tile.h"
@@ -194,7 +195,7 @@ struct Backward {
       delta[i] = rows.delta[Scores::row(i / 2, i % 2 * 2)];
     }
     // These pass while the next products run.
-    weights.each_slot([&](i32 slot, i32, i32, float& x) { x = arch::exp2(x * scale - lse[slot]); });
+    make_probabilities(weights, scale, lse);
     if constexpr (C::grad_keys)
       arch::multiply<E, OutRows::steps, C::scores_ahead>(
           gradients, [&](i32 i, i32 k) { return rows.grad_out.left(Scores::first_row() + i * 16, k); },

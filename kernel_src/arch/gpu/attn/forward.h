@@ -123,7 +123,7 @@ struct Forward {
       if (C::stages == 1 && more) fetch_values(next, next_stage);
       stage = next_stage;
     }
-    finish(memory, b, sums, of_v.out(), softmax, p);
+    finish(memory, b, sums, of_v.out(), softmax, scale, p);
   }
 
  private:
@@ -143,9 +143,9 @@ struct Forward {
   static METHOD i32 keys_left(i32 key, P const& p) { return base::least(C::block_n, (i32)p.seq_kv - key); }
 
   static METHOD void finish(Memory& memory, QueryBlock const& b, Sums& sums, float unit, OnlineSoftmax<C>& softmax,
-                            P const& p) {
+                            float scale, P const& p) {
     PerRow lse;
-    PerRow inverse = softmax.finish(lse);
+    PerRow inverse = softmax.finish(lse, scale);
     for (float& x : inverse.slot) x *= unit;
     if constexpr (C::split) {
       using Partial = PartialOut<C, P>;

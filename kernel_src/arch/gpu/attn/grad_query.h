@@ -4,6 +4,7 @@
 #include "attn/layout.h"
 #include "attn/magnitude.h"
 #include "attn/mask.h"
+#include "attn/probability.h"
 #include "attn/schedule.h"
 #include "attn/workspace.h"
 #include "tile.h"
@@ -91,7 +92,7 @@ struct GradQuery {
           gradients, [&](i32 i, i32 step) { return m.grad_out.left(Scores::first_row() + i * 16, step); },
           [&](i32 j, i32 step) { return tile.values.right(j * 16, step); });
       const float scale = p.scale * base::log2_e * of_query.q.out() * of_keys.k.out();
-      weights.each_slot([&](i32 slot, i32, i32, float& x) { x = arch::exp2(x * scale - lse[slot]); });
+      make_probabilities(weights, scale, lse);
       if (!mask.whole(b.first + Scores::first_row(), next) || next > p.seq_kv) {
         const i32 limit = mask.limit(b.first, key), keys = keys_left(key, p);
         weights.each_slot([&](i32, i32 row, i32 column, float& x) {
