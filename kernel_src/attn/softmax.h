@@ -33,7 +33,7 @@ struct OnlineSoftmax {
       x = score(row, column, x);
       b.top = arch::max(b.top, x);
     });
-    const auto factor = raise(best, scale);
+    const auto factor = raise(best, scores, scale);
     weigh(scores, scale);
     return factor;
   }
@@ -42,7 +42,7 @@ struct OnlineSoftmax {
                                              float scale) {
     arch::PerRow<C, Best> best;
     for (i32 i = 0; i < best.slots; ++i) best.slot[i].top = top.slot[i];
-    const auto factor = raise(best, scale);
+    const auto factor = raise(best, scores, scale);
     weigh(scores, scale);
     return factor;
   }
@@ -51,21 +51,16 @@ struct OnlineSoftmax {
   METHOD arch::PerRow<C, arch::Value> raise(arch::Scores<C>& scores, float scale) {
     arch::PerRow<C, Best> best = none();
     scores.each(best, [](Best& b, auto, auto, arch::Value& x) { b.top = arch::max(b.top, x); });
-    return raise(best, scale);
+    return raise(best, scores, scale);
   }
   METHOD void weigh(arch::Scores<C>& scores, float scale) {
     arch::PerRow<C, Sum> now;
-    bool moderate = true;
-    for (i32 i = 0; i < now.slots; ++i) {
-      const auto anchor = finite(rows.slot[i].anchor), scaled = anchor * scale, size = arch::max(scaled, -scaled);
-      moderate = moderate && arch::all((size < 4e6f) | (size == base::infinity));
-      now.slot[i] = {anchor, scaled, arch::splat(0.0f)};
-    }
-    // The first takes an instruction less, but the rounding of a scaled anchor is in its weights.
-    if (moderate)
-      add_weights(scores, now, [&](Sum& s, arch::Value x) { return x * scale - s.scaled; });
-    else
-      add_weights(scores, now, [&](Sum& s, arch::Value x) { return (x - s.anchor) * scale; });
+    for (i32 i = 0; i < now.slots; ++i) now.slot[i] = {scaled_anchor(rows.slot[i], scale), arch::splat(0.0f)};
+    scores.each(now, [&](Sum& s, auto, auto, arch::Value& x) {
+      x = arch::exp2(x * scale - s.anchor);
+      s.total += x;
+    });
+    for (i32 i = 0; i < now.slots; ++i) rows.slot[i].total += now.slot[i].total;
   }
 
   // After the last tile: 1 / total (0 for a row that saw nothing), and the natural-log LSE (-inf for such a row).
@@ -85,7 +80,8 @@ struct OnlineSoftmax {
     arch::Value top;  // the largest score of a tile
   };
   struct Sum {
-    arch::Value anchor, scaled, total;
+    arch::Value anchor;  // scaled
+    arch::Value total;
   };
   static METHOD arch::PerRow<C, Best> none() {
     arch::PerRow<C, Best> best;
@@ -96,16 +92,26 @@ struct OnlineSoftmax {
     return arch::select(anchor == -base::infinity, arch::splat(0.0f), anchor);
   }
 
-  template <class F>
-  METHOD void add_weights(arch::Scores<C>& scores, arch::PerRow<C, Sum>& now, F exponent) {
-    scores.each(now, [&](Sum& s, auto, auto, arch::Value& x) {
-      x = arch::exp2(exponent(s, x));
-      s.total += x;
-    });
-    for (i32 i = 0; i < now.slots; ++i) rows.slot[i].total += now.slot[i].total;
+  // Where scaling rounds an anchor by a good part of 1, what it is subtracted from must be rounded the same way.
+  static METHOD auto coarse(arch::Value scaled) {
+    const auto size = arch::max(scaled, -scaled);
+    return (size > 4e6f) & (size < base::infinity);
+  }
+  // Scores of such rows become differences from the anchor, whose part in their weights is then 0.
+  METHOD void subtract_coarse(arch::Scores<C>& scores, float scale) {
+    bool any = false;
+    for (auto& row : rows.slot) any = any || arch::any(coarse(row.anchor * scale));
+    if (any)
+      scores.each(rows, [&](Statistic& s, auto, auto, arch::Value& x) {
+        x = arch::select(coarse(s.anchor * scale), x - s.anchor, x);
+      });
+  }
+  static METHOD arch::Value scaled_anchor(Statistic const& s, float scale) {
+    const auto scaled = finite(s.anchor) * scale;
+    return arch::select(coarse(scaled), arch::splat(0.0f), scaled);
   }
 
-  METHOD arch::PerRow<C, arch::Value> raise(arch::PerRow<C, Best>& best, float scale) {
+  METHOD arch::PerRow<C, arch::Value> raise(arch::PerRow<C, Best>& best, arch::Scores<C>& scores, float scale) {
     arch::share_max(best);
     arch::PerRow<C, arch::Value> factor;
     for (i32 i = 0; i < factor.slots; ++i) {
@@ -117,6 +123,7 @@ struct OnlineSoftmax {
       factor.slot[i] = arch::exp2((before - finite(s.anchor)) * scale);
       s.total *= factor.slot[i];
     }
+    subtract_coarse(scores, scale);
     return factor;
   }
 };

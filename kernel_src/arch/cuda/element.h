@@ -11,9 +11,8 @@ using Index = i32;
 
 FN Value splat(float x) { return x; }
 FN Value select(bool condition, Value a, Value b) { return condition ? a : b; }
-FN bool all(bool condition) { return condition; }
+FN bool any(bool condition) { return condition; }
 FN Value max(Value a, Value b) { return fmaxf(a, b); }
-FN Value min(Value a, Value b) { return fminf(a, b); }
 FN Value exp2(Value x) { return ptx::exp2(x); }
 FN Value log2(Value x) { return ptx::log2(x); }
 

@@ -43,9 +43,9 @@ FN Value min(Value a, Value b) {
 #endif
 }
 FN Value select(Index condition, Value yes, Value no) { return condition ? yes : no; }
-FN bool all(Index condition) {
-  i32 x = -1;
-  for (i32 i = 0; i < lanes; ++i) x &= condition[i];
+FN bool any(Index condition) {
+  i32 x = 0;
+  for (i32 i = 0; i < lanes; ++i) x |= condition[i];
   return x;
 }
 

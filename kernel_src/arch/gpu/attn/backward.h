@@ -195,17 +195,16 @@ struct Backward {
       delta[i] = rows.delta[Scores::row(i / 2, i % 2 * 2)];
     }
     // These pass while the next products run.
-    make_probabilities(weights, scale, lse);
+    weights.each_slot([&](i32 slot, i32, i32, float& x) { x = arch::exp2(x * scale - lse[slot]); });
     if constexpr (C::grad_keys)
       arch::multiply<E, OutRows::steps, C::scores_ahead>(
           gradients, [&](i32 i, i32 k) { return rows.grad_out.left(Scores::first_row() + i * 16, k); },
           [&](i32 j, i32 k) { return m.values.right(Scores::first_column() + j * 16, k); });
     const i32 keys_end = b.first + C::block_n;
-    if (!mask.whole(t.row, keys_end) || keys_end > p.seq_kv) {
+    if (!mask.whole(t.row, keys_end) || keys_end > p.seq_kv || any_coarse(lse)) {
       const i32 limit = mask.limit(t.row, b.first), keys = (i32)b.keys;
-      weights.each_slot([&](i32, i32 row, i32 column, float& x) {
-        if (column >= keys || column - row > limit) x = 0.0f;
-      });
+      weights.each_slot(
+          [&](i32, i32 row, i32 column, float& x) { x = corrected(x, column >= keys || column - row > limit); });
     }
     if constexpr (C::grad_values) weights.put_operands(m.weights, 1.0f);
     if constexpr (C::grad_keys) {

@@ -68,6 +68,7 @@ struct GradQuery {
       lse[i] = row < b.rows ? *Row::lse(at, p) : base::infinity;
       delta[i] = row < b.rows ? *Row::delta(at, p) : 0.0f;
     }
+    const bool coarse = any_coarse(lse);
     const i32 keys_end = mask.keys_end(b.first, b.rows);
     m.query.template fetch_rows<threads, C::vector>(q, (i32)b.rows);
     m.grad_out.template fetch_rows<threads, C::vector>(grad_out, (i32)b.rows);
@@ -92,12 +93,11 @@ struct GradQuery {
           gradients, [&](i32 i, i32 step) { return m.grad_out.left(Scores::first_row() + i * 16, step); },
           [&](i32 j, i32 step) { return tile.values.right(j * 16, step); });
       const float scale = p.scale * base::log2_e * of_query.q.out() * of_keys.k.out();
-      make_probabilities(weights, scale, lse);
-      if (!mask.whole(b.first + Scores::first_row(), next) || next > p.seq_kv) {
+      weights.each_slot([&](i32 slot, i32, i32, float& x) { x = arch::exp2(x * scale - lse[slot]); });
+      if (!mask.whole(b.first + Scores::first_row(), next) || next > p.seq_kv || coarse) {
         const i32 limit = mask.limit(b.first, key), keys = keys_left(key, p);
-        weights.each_slot([&](i32, i32 row, i32 column, float& x) {
-          if (column >= keys || column - row > limit) x = 0.0f;
-        });
+        weights.each_slot(
+            [&](i32, i32 row, i32 column, float& x) { x = corrected(x, column >= keys || column - row > limit); });
       }
       const float unit = of_query.grad_out.out() * of_keys.v.out();
       gradients.each_with(weights, [&](i32 slot, float& x, float weight) { x = weight * (x * unit - delta[slot]); });

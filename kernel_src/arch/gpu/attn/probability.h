@@ -1,20 +1,19 @@
-// Scores -> probabilities of a backward pass, of an LSE in base 2 for each row slot of a lane.
+// Probabilities that a backward pass makes of scores and an LSE.
 #pragma once
-#include "tile.h"
+#include "base/math.h"
 
 namespace attn {
 
-template <class Scores, i32 slots>
-FN void make_probabilities(Scores& scores, float scale, const float (&lse)[slots]) {
-  bool moderate = true;
+// Whether one of these LSEs, in base 2, is rounded by a good part of 1: a probability may then come out above 1.
+template <i32 count>
+FN bool any_coarse(const float (&lse)[count]) {
+  bool any = false;
 #pragma unroll
-  for (i32 i = 0; i < slots; ++i) moderate = moderate && lse[i] < 4e6f && lse[i] > -4e6f;
-  if (moderate) {
-    scores.each_slot([&](i32 slot, i32, i32, float& x) { x = arch::exp2(x * scale - lse[slot]); });
-  } else {
-    // The LSE is rounded, by more than 1 where scores are beyond 2^24: no probability is for that.
-    scores.each_slot([&](i32 slot, i32, i32, float& x) { x = arch::exp2(arch::min(0.0f, x * scale - lse[slot])); });
-  }
+  for (i32 i = 0; i < count; ++i) any |= (lse[i] > 4e6f && lse[i] < base::infinity) || lse[i] < -4e6f;
+  return any;
 }
+
+// 0 for a hidden key; a NaN is kept.
+FN float corrected(float probability, bool hidden) { return hidden ? 0.0f : probability > 1.0f ? 1.0f : probability; }
 
 }  // namespace attn
