@@ -77,6 +77,7 @@ def attention(
 
     On GPUs float32 products are sums of three float16 products of scaled halves (Ootomo and Yokota 2022), as exact as
     float32 for finite values that are at least 2^-29 of the largest of their head; infinite ones in q or k give NaN.
+    In float16 and bfloat16 on GPUs, rows with scores of 1e9 or more may come out as NaN.
 
     The algorithm is FlashAttention-2's: Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work
     Partitioning", 2023, https://arxiv.org/abs/2307.08691.

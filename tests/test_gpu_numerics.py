@@ -213,8 +213,7 @@ def test_keys_of_minus_infinity_are_as_if_absent(dtype: torch.dtype) -> None:
 
 
 @BOTH
-@pytest.mark.parametrize("size", oracle.COARSE)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("dtype", "size"), oracle.COARSE_GPU, ids=str)
 def test_scores_whose_rounding_is_coarse(dtype: torch.dtype, size: float, deterministic: bool) -> None:
     oracle.verify_coarse(dtype, size, functools.partial(jitattn.attention, deterministic=deterministic), DEVICE)
 

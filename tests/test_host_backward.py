@@ -110,8 +110,7 @@ def test_rows_and_keys_that_take_no_part_have_zero_gradients() -> None:
     assert (got["dk"][:, :, 30:] == 0).all() and (got["dv"][:, :, 30:] == 0).all()
 
 
-@pytest.mark.parametrize("size", oracle.COARSE)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("dtype", "size"), oracle.COARSE, ids=str)
 def test_scores_whose_rounding_is_coarse(dtype: torch.dtype, size: float) -> None:
     oracle.verify_coarse(dtype, size, jitattn.attention)
 

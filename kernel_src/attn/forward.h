@@ -38,8 +38,23 @@ struct Forward {
       Panel& panel = memory.panel[i];
       panel.query.load_rows(q.from(i * C::panel), panel_rows(b, i));
       if (p.scale < 0.0f) panel.query.negate();
-      panel.out.clear();
-      panel.softmax.start();
+    }
+    Scaling scaling(p.scale);
+    while (add_keys(memory, used, b, mask, scaling, p) && !scaling.early) scaling.early = true;
+    for (i32 i = 0; i < used; ++i) finish_panel(memory.panel[i], i, b, p);
+  }
+
+ private:
+  static METHOD i32 panel_rows(QueryBlock const& b, i32 i) {
+    return (i32)base::least<i64>(C::panel, b.rows - i * C::panel);
+  }
+
+  // All tiles of keys. Returns whether a score was too large for late scaling.
+  static METHOD bool add_keys(Memory& memory, i32 used, QueryBlock const& b, Mask<C, P> const& mask,
+                              Scaling const& scaling, P const& p) {
+    for (i32 i = 0; i < used; ++i) {
+      memory.panel[i].out.clear();
+      memory.panel[i].softmax.start();
     }
     const i64 keys_end = mask.keys_end(b.first, b.rows);
     for (i64 key = 0; key < keys_end; key += C::block_n) {
@@ -51,34 +66,32 @@ struct Forward {
       const i64 following = base::least<i64>(C::block_n, keys_end - key - keys);
       arch::expect_rows<C::head_dim>(k.from(keys), following);
       arch::expect_rows<C::head_dim_v>(v.from(keys), following);
-      for (i32 i = 0; i < used; ++i) add_tile(memory, i, b, mask, key, p);
+      for (i32 i = 0; i < used; ++i) add_tile(memory, i, b, mask, key, scaling, p);
     }
-    for (i32 i = 0; i < used; ++i) finish_panel(memory.panel[i], i, b, p);
-  }
-
- private:
-  static METHOD i32 panel_rows(QueryBlock const& b, i32 i) {
-    return (i32)base::least<i64>(C::panel, b.rows - i * C::panel);
+    bool coarse = false;
+    for (i32 i = 0; i < used; ++i) coarse = coarse || memory.panel[i].softmax.coarse();
+    return coarse;
   }
 
   // One tile of keys, as far as the panel's rows see it.
-  static METHOD void add_tile(Memory& memory, i32 i, QueryBlock const& b, Mask<C, P> const& mask, i64 key, P const& p) {
+  static METHOD void add_tile(Memory& memory, i32 i, QueryBlock const& b, Mask<C, P> const& mask, i64 key,
+                              Scaling const& scaling, P const& p) {
     Panel& panel = memory.panel[i];
     const i64 first = b.first + i * C::panel;
     const i32 rows = panel_rows(b, i);
     const i64 keys_end = base::least(key + C::block_n, mask.keys_end(first, rows));
     if (keys_end <= key) return;
     const i32 keys = (i32)(keys_end - key);
-    const float scale = softmax_scale(p.scale);
     arch::PerRow<C, arch::Value> factor;
-    if (mask.whole(first, keys_end)) {
+    if (mask.whole(first, keys_end) && !scaling.early) {
       const auto top = arch::dot_and_top(memory.scores, panel.query, rows, memory.keys, keys);
-      factor = panel.softmax.update(memory.scores, top, scale);
+      factor = panel.softmax.update(memory.scores, top, scaling.of_scores());
     } else {
       arch::dot(memory.scores, panel.query, rows, memory.keys, keys);
       const i32 limit = mask.limit(first, key);
-      factor = panel.softmax.update(memory.scores, scale, [&](auto row, auto column, arch::Value x) {
-        return arch::select(column - row <= limit, x, arch::splat(-base::infinity));
+      const float scale = scaling.of_products();
+      factor = panel.softmax.update(memory.scores, scaling.of_scores(), [&](auto row, auto column, arch::Value x) {
+        return arch::select(column - row <= limit, x * scale, arch::splat(-base::infinity));
       });
     }
     arch::sum_over_keys(panel.out.at, factor, memory.scores, rows, memory.values);
@@ -88,7 +101,7 @@ struct Forward {
     const i64 first = b.first + i * C::panel;
     const i32 rows = panel_rows(b, i);
     arch::PerRow<C, arch::Value> lse;
-    const auto inverse = panel.softmax.finish(lse, softmax_scale(p.scale));
+    const auto inverse = panel.softmax.finish(lse);
     panel.out.store_rows(rows_view(p.out, b.batch, p.out_batch, b.head, p.out_head, first, p.out_row, 1), rows,
                          inverse);
     arch::store_per_row(p.lse + (b.batch * p.heads_q + b.head) * p.seq_q + first, lse, rows);

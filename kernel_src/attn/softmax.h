@@ -12,11 +12,22 @@ FN float softmax_scale(float scale) {
   return base::most(base::smallest, (scale < 0.0f ? -scale : scale) * base::log2_e);  // a NaN is kept
 }
 
+// Products -> scores -> exponents. As a rule the scale is part of the one multiply-add that makes an exponent. That
+// rounds what is subtracted, but not what it is subtracted from: beyond 2^30 the difference is all that counts, and
+// products must be scaled before.
+struct Scaling {
+  float scale;
+  bool early = false;
+  METHOD explicit Scaling(float scale) : scale(softmax_scale(scale)) {}
+  METHOD float of_products() const { return early ? scale : 1.0f; }
+  METHOD float of_scores() const { return early ? 1.0f : scale; }
+};
+
 template <class C>
 struct OnlineSoftmax {
   struct Statistic {
-    arch::Value anchor;  // what is subtracted before exp2: near the largest score, -inf while no key was visible
-    arch::Value total;   // sum of exp2((score - anchor) * scale)
+    arch::Value anchor;  // what is subtracted before exp2: near the largest scaled score, -inf while no key was visible
+    arch::Value total;   // sum of exp2(score * scale - anchor)
   };
   arch::PerRow<C, Statistic> rows;
 
@@ -33,7 +44,7 @@ struct OnlineSoftmax {
       x = score(row, column, x);
       b.top = arch::max(b.top, x);
     });
-    const auto factor = raise(best, scores, scale);
+    const auto factor = raise(best, scale);
     weigh(scores, scale);
     return factor;
   }
@@ -42,7 +53,7 @@ struct OnlineSoftmax {
                                              float scale) {
     arch::PerRow<C, Best> best;
     for (i32 i = 0; i < best.slots; ++i) best.slot[i].top = top.slot[i];
-    const auto factor = raise(best, scores, scale);
+    const auto factor = raise(best, scale);
     weigh(scores, scale);
     return factor;
   }
@@ -51,37 +62,43 @@ struct OnlineSoftmax {
   METHOD arch::PerRow<C, arch::Value> raise(arch::Scores<C>& scores, float scale) {
     arch::PerRow<C, Best> best = none();
     scores.each(best, [](Best& b, auto, auto, arch::Value& x) { b.top = arch::max(b.top, x); });
-    return raise(best, scores, scale);
+    return raise(best, scale);
   }
   METHOD void weigh(arch::Scores<C>& scores, float scale) {
-    arch::PerRow<C, Sum> now;
-    for (i32 i = 0; i < now.slots; ++i) now.slot[i] = {scaled_anchor(rows.slot[i], scale), arch::splat(0.0f)};
-    scores.each(now, [&](Sum& s, auto, auto, arch::Value& x) {
+    arch::PerRow<C, Statistic> now;
+    for (i32 i = 0; i < now.slots; ++i) now.slot[i] = {finite(rows.slot[i].anchor), arch::splat(0.0f)};
+    scores.each(now, [&](Statistic& s, auto, auto, arch::Value& x) {
       x = arch::exp2(x * scale - s.anchor);
       s.total += x;
     });
     for (i32 i = 0; i < now.slots; ++i) rows.slot[i].total += now.slot[i].total;
   }
 
+  // After the last tile: whether products had to be scaled before.
+  METHOD bool coarse() const {
+    bool any = false;
+    for (const auto& row : rows.slot) {
+      const auto size = arch::max(row.anchor, -row.anchor);
+      any = any || arch::any((size > 0x1p26f) & (size < base::infinity));
+    }
+    return any;
+  }
+
   // After the last tile: 1 / total (0 for a row that saw nothing), and the natural-log LSE (-inf for such a row).
-  METHOD arch::PerRow<C, arch::Value> finish(arch::PerRow<C, arch::Value>& lse, float scale) {
+  METHOD arch::PerRow<C, arch::Value> finish(arch::PerRow<C, arch::Value>& lse) {
     arch::share_sum(rows);
     arch::PerRow<C, arch::Value> inverse;
     for (i32 i = 0; i < rows.slots; ++i) {
       const auto& s = rows.slot[i];
       inverse.slot[i] = arch::select(s.total == 0.0f, arch::splat(0.0f), 1.0f / s.total);
-      lse.slot[i] = (s.anchor * scale + arch::log2(s.total)) * base::ln_2;
+      lse.slot[i] = (s.anchor + arch::log2(s.total)) * base::ln_2;
     }
     return inverse;
   }
 
  private:
   struct Best {
-    arch::Value top;  // the largest score of a tile
-  };
-  struct Sum {
-    arch::Value anchor;  // scaled
-    arch::Value total;
+    arch::Value top;  // the largest score of a tile, not scaled
   };
   static METHOD arch::PerRow<C, Best> none() {
     arch::PerRow<C, Best> best;
@@ -92,38 +109,18 @@ struct OnlineSoftmax {
     return arch::select(anchor == -base::infinity, arch::splat(0.0f), anchor);
   }
 
-  // Where scaling rounds an anchor by a good part of 1, what it is subtracted from must be rounded the same way.
-  static METHOD auto coarse(arch::Value scaled) {
-    const auto size = arch::max(scaled, -scaled);
-    return (size > 4e6f) & (size < base::infinity);
-  }
-  // Scores of such rows become differences from the anchor, whose part in their weights is then 0.
-  METHOD void subtract_coarse(arch::Scores<C>& scores, float scale) {
-    bool any = false;
-    for (auto& row : rows.slot) any = any || arch::any(coarse(row.anchor * scale));
-    if (any)
-      scores.each(rows, [&](Statistic& s, auto, auto, arch::Value& x) {
-        x = arch::select(coarse(s.anchor * scale), x - s.anchor, x);
-      });
-  }
-  static METHOD arch::Value scaled_anchor(Statistic const& s, float scale) {
-    const auto scaled = finite(s.anchor) * scale;
-    return arch::select(coarse(scaled), arch::splat(0.0f), scaled);
-  }
-
-  METHOD arch::PerRow<C, arch::Value> raise(arch::PerRow<C, Best>& best, arch::Scores<C>& scores, float scale) {
+  METHOD arch::PerRow<C, arch::Value> raise(arch::PerRow<C, Best>& best, float scale) {
     arch::share_max(best);
     arch::PerRow<C, arch::Value> factor;
     for (i32 i = 0; i < factor.slots; ++i) {
       auto& s = rows.slot[i];
-      const auto before = s.anchor, top = best.slot[i].top;
+      const auto before = s.anchor, top = best.slot[i].top * scale;
       // While weights stay below 2^8 the anchor stays too, and earlier sums as they are.
-      s.anchor = arch::select((top - before) * scale > 8.0f, top, before);
+      s.anchor = arch::select(top > before + 8.0f, top, before);
       // 0 from the first visible key on: there are no sums before it.
-      factor.slot[i] = arch::exp2((before - finite(s.anchor)) * scale);
+      factor.slot[i] = arch::exp2(before - finite(s.anchor));
       s.total *= factor.slot[i];
     }
-    subtract_coarse(scores, scale);
     return factor;
   }
 };

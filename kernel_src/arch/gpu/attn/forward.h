@@ -54,7 +54,8 @@ struct Forward {
 
     Sums sums;
     OnlineSoftmax<C> softmax;
-    const float scale = softmax_scale(p.scale * of_q.out() * of_k.out());
+    Scaling scaling(p.scale * of_q.out() * of_k.out());
+    if constexpr (Heads::needed) scaling.early = scaling.scale > 0x1p26f / (C::head_dim * 0x1p30f);  // products' bound
     const auto multiply_keys = [&](Scores& scores, i32 stage) {
       scores.clear();
       arch::multiply<E, QueryRows::steps, C::scores_ahead>(
@@ -63,18 +64,20 @@ struct Forward {
     };
     // Scores of products: masked, and the sums so far made ready for the weights that will come of them.
     const auto prepare = [&](Scores& scores, i32 key) {
-      if (!mask.whole(b.first + Scores::first_row(), key + C::block_n) || key + C::block_n > p.seq_kv) {
+      if (!mask.whole(b.first + Scores::first_row(), key + C::block_n) || key + C::block_n > p.seq_kv ||
+          scaling.early) {
         const i32 limit = mask.limit(b.first, key), keys = keys_left(key, p);
+        const float scale = scaling.of_products();
         scores.each_slot([&](i32, i32 row, i32 column, float& x) {
-          if (column >= keys || column - row > limit) x = -base::infinity;
+          x = column >= keys || column - row > limit ? -base::infinity : x * scale;
         });
       }
-      const PerRow factor = softmax.raise(scores, scale);
+      const PerRow factor = softmax.raise(scores, scaling.of_scores());
       // Factors other than 1 are rare. Looking first pays where a warp's sums are many for its scores.
       if (!C::look_first || arch::any_changes(factor)) sums.each(factor, [](float f, i32, i32, float& x) { x *= f; });
     };
     const auto add_values = [&](Scores& scores, i32 stage) {
-      softmax.weigh(scores, scale);
+      softmax.weigh(scores, scaling.of_scores());
       arch::multiply_wide<E, C::block_n / arch::step, C::sums_ahead>(
           sums, [&](i32 i, i32 step) { return scores.template left<E>(i, step); },
           [&](i32 j, i32 step) { return memory.in.values[stage].right_by_rows(step * arch::step, j * 16); });
@@ -123,7 +126,7 @@ struct Forward {
       if (C::stages == 1 && more) fetch_values(next, next_stage);
       stage = next_stage;
     }
-    finish(memory, b, sums, of_v.out(), softmax, scale, p);
+    finish(memory, b, sums, of_v.out(), softmax, p);
   }
 
  private:
@@ -143,9 +146,9 @@ struct Forward {
   static METHOD i32 keys_left(i32 key, P const& p) { return base::least(C::block_n, (i32)p.seq_kv - key); }
 
   static METHOD void finish(Memory& memory, QueryBlock const& b, Sums& sums, float unit, OnlineSoftmax<C>& softmax,
-                            float scale, P const& p) {
+                            P const& p) {
     PerRow lse;
-    PerRow inverse = softmax.finish(lse, scale);
+    PerRow inverse = softmax.finish(lse);
     for (float& x : inverse.slot) x *= unit;
     if constexpr (C::split) {
       using Partial = PartialOut<C, P>;
