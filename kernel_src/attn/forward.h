@@ -101,6 +101,7 @@ struct Forward {
     const i64 first = b.first + i * C::panel;
     const i32 rows = panel_rows(b, i);
     arch::PerRow<C, arch::Value> lse;
+    panel.softmax.gather();
     const auto inverse = panel.softmax.finish(lse);
     panel.out.store_rows(rows_view(p.out, b.batch, p.out_batch, b.head, p.out_head, first, p.out_row, 1), rows,
                          inverse);

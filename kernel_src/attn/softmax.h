@@ -44,6 +44,7 @@ struct OnlineSoftmax {
       x = score(row, column, x);
       b.top = arch::max(b.top, x);
     });
+    arch::share_max(best);
     const auto factor = raise(best, scale);
     weigh(scores, scale);
     return factor;
@@ -58,11 +59,29 @@ struct OnlineSoftmax {
     return factor;
   }
 
-  // The two passes of an update: the first looks for larger scores, the second makes weights.
-  METHOD arch::PerRow<C, arch::Value> raise(arch::Scores<C>& scores, float scale) {
+  struct Best {
+    arch::Value top;  // the largest score of a tile, not scaled
+  };
+
+  // The steps of an update: the largest score of every row; the anchors that follow; weights.
+  METHOD arch::PerRow<C, Best> look(arch::Scores<C>& scores) {
     arch::PerRow<C, Best> best = none();
     scores.each(best, [](Best& b, auto, auto, arch::Value& x) { b.top = arch::max(b.top, x); });
-    return raise(best, scale);
+    arch::share_max(best);
+    return best;
+  }
+  METHOD arch::PerRow<C, arch::Value> raise(arch::PerRow<C, Best> const& best, float scale) {
+    arch::PerRow<C, arch::Value> factor;
+    for (i32 i = 0; i < factor.slots; ++i) {
+      auto& s = rows.slot[i];
+      const auto before = s.anchor, top = best.slot[i].top * scale;
+      // While weights stay below 2^8 the anchor stays too, and earlier sums as they are.
+      s.anchor = arch::select(top > before + 8.0f, top, before);
+      // 0 from the first visible key on: there are no sums before it.
+      factor.slot[i] = arch::exp2(before - finite(s.anchor));
+      s.total *= factor.slot[i];
+    }
+    return factor;
   }
   METHOD void weigh(arch::Scores<C>& scores, float scale) {
     arch::PerRow<C, Statistic> now;
@@ -84,9 +103,10 @@ struct OnlineSoftmax {
     return any;
   }
 
-  // After the last tile: 1 / total (0 for a row that saw nothing), and the natural-log LSE (-inf for such a row).
-  METHOD arch::PerRow<C, arch::Value> finish(arch::PerRow<C, arch::Value>& lse) {
-    arch::share_sum(rows);
+  // After the last tile: totals of whole rows.
+  METHOD void gather() { arch::share_sum(rows); }
+  // Then 1 / total (0 for a row that saw nothing), and the natural-log LSE (-inf for such a row).
+  METHOD arch::PerRow<C, arch::Value> finish(arch::PerRow<C, arch::Value>& lse) const {
     arch::PerRow<C, arch::Value> inverse;
     for (i32 i = 0; i < rows.slots; ++i) {
       const auto& s = rows.slot[i];
@@ -97,9 +117,6 @@ struct OnlineSoftmax {
   }
 
  private:
-  struct Best {
-    arch::Value top;  // the largest score of a tile, not scaled
-  };
   static METHOD arch::PerRow<C, Best> none() {
     arch::PerRow<C, Best> best;
     for (auto& row : best.slot) row.top = arch::splat(-base::infinity);
@@ -107,21 +124,6 @@ struct OnlineSoftmax {
   }
   static METHOD arch::Value finite(arch::Value anchor) {
     return arch::select(anchor == -base::infinity, arch::splat(0.0f), anchor);
-  }
-
-  METHOD arch::PerRow<C, arch::Value> raise(arch::PerRow<C, Best>& best, float scale) {
-    arch::share_max(best);
-    arch::PerRow<C, arch::Value> factor;
-    for (i32 i = 0; i < factor.slots; ++i) {
-      auto& s = rows.slot[i];
-      const auto before = s.anchor, top = best.slot[i].top * scale;
-      // While weights stay below 2^8 the anchor stays too, and earlier sums as they are.
-      s.anchor = arch::select(top > before + 8.0f, top, before);
-      // 0 from the first visible key on: there are no sums before it.
-      factor.slot[i] = arch::exp2(before - finite(s.anchor));
-      s.total *= factor.slot[i];
-    }
-    return factor;
   }
 };
 

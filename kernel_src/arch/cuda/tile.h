@@ -123,9 +123,10 @@ struct Matrix {
   }
 };
 
-// Scores of the query rows of a block against a tile of keys: every warp has whole rows.
+// Scores of the query rows of a block against a tile of keys. As a rule a warp has whole rows; where C::across is more
+// than 1, so many warps share them.
 template <class C>
-using Scores = Matrix<Warps<C::warps, 1>, C::block_m, C::block_n>;
+using Scores = Matrix<Warps<C::warps / C::across, C::across>, C::block_m, C::block_n>;
 
 // One value for each query row that a lane holds scores of; four lanes share a row.
 template <class C, class T>
@@ -151,6 +152,32 @@ FN void share_sum(PerRow<C, T>& rows) {
     for (i32 i = 0; i < rows.slots; ++i) rows.slot[i].total += ptx::shuffle_xor(rows.slot[i].total, mask);
 }
 
+// One float a row from each warp that shares it.
+template <class C>
+struct RowExchange {
+  float at[C::across][C::block_m];
+
+  // f(slot) is this warp's.
+  template <class F>
+  METHOD void put(F f) {
+    if (lane() % 4) return;
+#pragma unroll
+    for (i32 i = 0; i < PerRow<C, float>::slots; ++i) at[part()][row(i)] = f(i);
+  }
+  // f(slot, value) with those of the others.
+  template <class F>
+  METHOD void take(F f) const {
+#pragma unroll
+    for (i32 i = 0; i < PerRow<C, float>::slots; ++i)
+#pragma unroll
+      for (i32 other = 1; other < C::across; ++other) f(i, at[(part() + other) % C::across][row(i)]);
+  }
+
+ private:
+  static METHOD i32 part() { return warp() % C::across; }
+  static METHOD i32 row(i32 slot) { return Scores<C>::row(slot / 2, slot % 2 * 2); }
+};
+
 // Whether a row of this warp has a factor other than 1.
 template <class C>
 FN bool any_changes(PerRow<C, float> const& factor) {
@@ -163,7 +190,7 @@ FN bool any_changes(PerRow<C, float> const& factor) {
 // One value a row, in global memory.
 template <class C>
 FN void store_per_row(float* to, PerRow<C, float> const& from, i32 rows) {
-  if (lane() % 4) return;
+  if (lane() % 4 || warp() % C::across) return;
 #pragma unroll
   for (i32 i = 0; i < from.slots; ++i) {
     const i32 row = Scores<C>::row(i / 2, i % 2 * 2);

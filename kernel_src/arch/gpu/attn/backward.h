@@ -5,26 +5,13 @@
 #include "attn/layout.h"
 #include "attn/magnitude.h"
 #include "attn/mask.h"
+#include "attn/only.h"
 #include "attn/probability.h"
 #include "attn/schedule.h"
 #include "attn/workspace.h"
 #include "tile.h"
 
 namespace attn {
-
-namespace detail {
-struct Nothing {};
-template <bool wanted, class T>
-struct OnlyIf {
-  using Type = T;
-};
-template <class T>
-struct OnlyIf<false, T> {
-  using Type = Nothing;
-};
-}  // namespace detail
-template <bool wanted, class T>
-using Only = typename detail::OnlyIf<wanted, T>::Type;
 
 template <class C, class P>
 struct Backward {

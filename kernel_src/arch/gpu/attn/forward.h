@@ -4,6 +4,7 @@
 #include "attn/layout.h"
 #include "attn/magnitude.h"
 #include "attn/mask.h"
+#include "attn/only.h"
 #include "attn/workspace.h"
 #include "attn/schedule.h"
 #include "attn/softmax.h"
@@ -20,16 +21,25 @@ struct Forward {
   using ValueRows = arch::SharedRows<E, C::block_n, C::head_dim_v, arch::columns<C>(C::head_dim_v)>;
   using OutRows = arch::SharedRows<E, C::block_m, C::head_dim_v, arch::columns<C>(C::head_dim_v)>;
   using Scores = arch::Scores<C>;
-  using Sums = arch::Matrix<arch::Warps<C::warps, 1>, C::block_m, arch::columns<C>(C::head_dim_v)>;
+  using Sums = arch::Matrix<arch::Warps<C::warps / C::across, C::across>, C::block_m, arch::columns<C>(C::head_dim_v)>;
   using PerRow = arch::PerRow<C, float>;
 
-  union Memory {
-    struct {
-      QueryRows query;
-      KeyRows keys[C::stages];
-      ValueRows values[C::stages];
-    } in;
-    OutRows out;
+  // Warps that share rows of scores share their weights too, and agree about each row's largest score.
+  static constexpr bool shares_rows = C::across > 1;
+  static_assert(!shares_rows || C::stages == 1, "what warps share is handed over where a tile's values arrive");
+  using WeightRows = arch::SharedRows<E, C::block_m, C::block_n>;
+
+  struct Memory {
+    union {
+      struct {
+        QueryRows query;
+        KeyRows keys[C::stages];
+        ValueRows values[C::stages];
+        Only<shares_rows, WeightRows> weights;
+      } in;
+      OutRows out;
+    };
+    Only<shares_rows, arch::RowExchange<C>> rows;
   };
 
   static METHOD void run(i32 block, Memory& memory, P const& p) {
@@ -60,10 +70,10 @@ struct Forward {
       scores.clear();
       arch::multiply<E, QueryRows::steps, C::scores_ahead>(
           scores, [&](i32 i, i32 step) { return memory.in.query.left(Scores::first_row() + i * 16, step); },
-          [&](i32 j, i32 step) { return memory.in.keys[stage].right(j * 16, step); });
+          [&](i32 j, i32 step) { return memory.in.keys[stage].right(Scores::first_column() + j * 16, step); });
     };
-    // Scores of products: masked, and the sums so far made ready for the weights that will come of them.
-    const auto prepare = [&](Scores& scores, i32 key) {
+    // Products -> scores, and the largest of each row.
+    const auto look = [&](Scores& scores, i32 key) {
       if (!mask.whole(b.first + Scores::first_row(), key + C::block_n) || key + C::block_n > p.seq_kv ||
           scaling.early) {
         const i32 limit = mask.limit(b.first, key), keys = keys_left(key, p);
@@ -72,15 +82,33 @@ struct Forward {
           x = column >= keys || column - row > limit ? -base::infinity : x * scale;
         });
       }
-      const PerRow factor = softmax.raise(scores, scaling.of_scores());
+      auto best = softmax.look(scores);
+      if constexpr (shares_rows) memory.rows.put([&](i32 slot) { return best.slot[slot].top; });
+      return best;
+    };
+    // Scores -> weights -> their part of the sums.
+    const auto add_values = [&](Scores& scores, auto& best, i32 stage) {
+      if constexpr (shares_rows)
+        memory.rows.take([&](i32 slot, float top) { best.slot[slot].top = arch::max(best.slot[slot].top, top); });
+      const PerRow factor = softmax.raise(best, scaling.of_scores());
       // Factors other than 1 are rare. Looking first pays where a warp's sums are many for its scores.
       if (!C::look_first || arch::any_changes(factor)) sums.each(factor, [](float f, i32, i32, float& x) { x *= f; });
-    };
-    const auto add_values = [&](Scores& scores, i32 stage) {
       softmax.weigh(scores, scaling.of_scores());
+      if constexpr (shares_rows) {
+        scores.put_operands(memory.in.weights, 1.0f);
+        ptx::sync_block();
+      }
       arch::multiply_wide<E, C::block_n / arch::step, C::sums_ahead>(
-          sums, [&](i32 i, i32 step) { return scores.template left<E>(i, step); },
-          [&](i32 j, i32 step) { return memory.in.values[stage].right_by_rows(step * arch::step, j * 16); });
+          sums,
+          [&](i32 i, i32 step) {
+            if constexpr (shares_rows)
+              return memory.in.weights.left(Sums::first_row() + i * 16, step);
+            else
+              return scores.template left<E>(i, step);
+          },
+          [&](i32 j, i32 step) {
+            return memory.in.values[stage].right_by_rows(step * arch::step, Sums::first_column() + j * 16);
+          });
     };
 
     sums.clear();
@@ -105,9 +133,11 @@ struct Forward {
       const i32 next = key + C::block_n, next_stage = C::stages == 1 ? 0 : 1 - stage;
       const bool more = next < range.end;
       Scores scores;
+      arch::PerRow<C, typename OnlineSoftmax<C>::Best> best;
       if constexpr (C::stages == 1) {
         // Keys arrive during the sum over the values before them, values during the product with their keys.
         multiply_keys(scores, stage);
+        if constexpr (shares_rows) best = look(scores, key);
         arch::arrive([&] { values_arrive(stage); });
         if (more) fetch_keys(next, next_stage);
       } else {
@@ -116,8 +146,8 @@ struct Forward {
         multiply_keys(scores, stage);
         if (key == range.first) arch::arrive<1>([&] { values_arrive(stage); });
       }
-      prepare(scores, key);
-      add_values(scores, stage);
+      if constexpr (!shares_rows) best = look(scores, key);
+      add_values(scores, best, stage);
       arch::arrive([&] {
         if (!more) return;
         keys_arrive(next_stage);
@@ -147,6 +177,12 @@ struct Forward {
 
   static METHOD void finish(Memory& memory, QueryBlock const& b, Sums& sums, float unit, OnlineSoftmax<C>& softmax,
                             P const& p) {
+    softmax.gather();
+    if constexpr (shares_rows) {
+      memory.rows.put([&](i32 slot) { return softmax.rows.slot[slot].total; });
+      ptx::sync_block();
+      memory.rows.take([&](i32 slot, float total) { softmax.rows.slot[slot].total += total; });
+    }
     PerRow lse;
     PerRow inverse = softmax.finish(lse);
     for (float& x : inverse.slot) x *= unit;
