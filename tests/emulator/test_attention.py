@@ -34,6 +34,7 @@ CALLS: tuple[tuple[Case, str, dict[str, Any]], ...] = (
     (Case(F32, heads_q=1, heads_kv=1, seq_q=20, seq_kv=700, head_dim=48), "sm_80", {"units": 64}),
     (Case(F32, heads_q=4, heads_kv=2, causal="top_left"), "sm_80", {"deterministic": True}),
     (Case(BF16, head_dim=128, head_dim_v=128, causal="top_left"), "sm_90", {}),
+    (Case(BF16, heads_q=1, heads_kv=1, seq_q=150, head_dim=136, head_dim_v=200, causal="bottom_right"), "sm_90", {}),
     (Case(BF16, causal="top_left"), "sm_120a", {}),
     (Case(F16, causal="top_left"), "sm_75", {}),
     (Case(F32, causal="top_left"), "sm_75", {}),
@@ -81,6 +82,21 @@ def test_powers_of_two_pass_through_float32(deterministic: bool) -> None:
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_scores_whose_rounding_is_coarse(dtype: torch.dtype, size: float, deterministic: bool) -> None:
     oracle.verify_coarse(dtype, size, Emulated("sm_80", deterministic=deterministic))
+
+
+@pytest.mark.parametrize("across", [2, 4])
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+def test_warps_may_share_rows(dtype: torch.dtype, across: int) -> None:
+    def share(config: KernelConfig) -> KernelConfig:
+        if config.kernel != "forward":
+            return config
+        tile = {"warps": 2 * across, "across": across, "pad": 16 * across, "stages": 1}
+        return dataclasses.replace(
+            config, block_m=64, block_n=64, constants=tuple((dict(config.constants) | tile).items())
+        )
+
+    case = Case(dtype, heads_kv=1, head_dim=80, head_dim_v=48, causal="bottom_right", scale=-0.3)
+    oracle.verify(case, Emulated("sm_90", race_check=True, change=share))
 
 
 def test_every_seed_gives_the_same_bits() -> None:

@@ -27,19 +27,18 @@ struct Forward {
   // Warps that share rows of scores share their weights too, and agree about each row's largest score.
   static constexpr bool shares_rows = C::across > 1;
   static_assert(!shares_rows || C::stages == 1, "what warps share is handed over where a tile's values arrive");
-  using WeightRows = arch::SharedRows<E, C::block_m, C::block_n>;
+  struct Shared {
+    arch::SharedRows<E, C::block_m, C::block_n> weights;
+    arch::RowExchange<C> rows;
+  };
 
-  struct Memory {
-    union {
-      struct {
-        QueryRows query;
-        KeyRows keys[C::stages];
-        ValueRows values[C::stages];
-        Only<shares_rows, WeightRows> weights;
-      } in;
-      OutRows out;
-    };
-    Only<shares_rows, arch::RowExchange<C>> rows;
+  union Memory {
+    struct : Only<shares_rows, Shared> {
+      QueryRows query;
+      KeyRows keys[C::stages];
+      ValueRows values[C::stages];
+    } in;
+    OutRows out;
   };
 
   static METHOD void run(i32 block, Memory& memory, P const& p) {
@@ -83,20 +82,20 @@ struct Forward {
         });
       }
       auto best = softmax.look(scores);
-      if constexpr (shares_rows) memory.rows.put([&](i32 slot) { return best.slot[slot].top; });
+      if constexpr (shares_rows) memory.in.rows.put([&](i32 slot) { return best.slot[slot].top; });
       return best;
     };
     // Scores -> weights -> their part of the sums.
     const auto add_values = [&](Scores& scores, auto& best, i32 stage) {
       if constexpr (shares_rows)
-        memory.rows.take([&](i32 slot, float top) { best.slot[slot].top = arch::max(best.slot[slot].top, top); });
+        memory.in.rows.take([&](i32 slot, float top) { best.slot[slot].top = arch::max(best.slot[slot].top, top); });
       const PerRow factor = softmax.raise(best, scaling.of_scores());
       // Factors other than 1 are rare. Looking first pays where a warp's sums are many for its scores.
       if (!C::look_first || arch::any_changes(factor)) sums.each(factor, [](float f, i32, i32, float& x) { x *= f; });
       softmax.weigh(scores, scaling.of_scores());
       if constexpr (shares_rows) {
         scores.put_operands(memory.in.weights, 1.0f);
-        ptx::sync_block();
+        ptx::sync_some(1 + arch::warp() / C::across, 32 * C::across);
       }
       arch::multiply_wide<E, C::block_n / arch::step, C::sums_ahead>(
           sums,
@@ -179,9 +178,10 @@ struct Forward {
                             P const& p) {
     softmax.gather();
     if constexpr (shares_rows) {
-      memory.rows.put([&](i32 slot) { return softmax.rows.slot[slot].total; });
+      memory.in.rows.put([&](i32 slot) { return softmax.rows.slot[slot].total; });
       ptx::sync_block();
-      memory.rows.take([&](i32 slot, float total) { softmax.rows.slot[slot].total += total; });
+      memory.in.rows.take([&](i32 slot, float total) { softmax.rows.slot[slot].total += total; });
+      ptx::sync_block();
     }
     PerRow lse;
     PerRow inverse = softmax.finish(lse);
