@@ -260,7 +260,7 @@ def test_older_architectures(arch: str, run_python: Callable[..., str]) -> None:
         "on = launch.target_of(torch.device('cuda'))\n"
         "some = cases.SMOKE + cases.SHAPES[::7] + cases.LAYOUT_CASES[::5] + cases.HEAD_DIMS[::6]\n"
         "for case in filter(gpu.fits, some):\n"
-        "    if case.dtype == torch.float32 and max(case.head_dim, case.head_dim_v) > 240 and on.arch == 'sm_75':\n"
+        "    if case.dtype == torch.float32 and max(case.head_dim, case.head_dim_v) > 240 and '75' in on.arch:\n"
         "        continue  # its backward pass finds no room in 64 KiB\n"
         "    if case.dtype != torch.bfloat16 or on.bf16_dot:\n"
         "        for deterministic in (False, True):\n"
