@@ -6,6 +6,7 @@ Through the pipeline and so through the cache: a second run compiles nothing.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -31,6 +32,7 @@ MARGIN = 1 << 10  # of shared memory, that each block costs beyond its own
 # than the next ones that spill nothing (docs/benchmarks/h200.md).
 MAY_SPILL = 64
 MAY_SPILL_WIDE_FLOATS = 128  # float32 beyond head dim 128: 91 TFLOP/s forward where a tile that spills 12 reaches 76
+MAY_SPILL_ON_VOLTA = 2048  # the same there, where operands are put together by shuffles: slow, but there
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,8 @@ def check(config: KernelConfig, resources: dict[str, Any], on: Target) -> None:
     constants = dict(config.constants)
     wide_floats = config.dtype == "float32" and config.head_dim > 128
     limit = MAY_SPILL_WIDE_FLOATS if wide_floats else MAY_SPILL
+    if on.arch == "sm_70":
+        limit = MAY_SPILL_ON_VOLTA if wide_floats else MAY_SPILL
     assert max(resources["spill_bytes"], resources["stack_bytes"]) <= limit, f"{config}: {resources}"
     assert "warnings" not in resources, f"{config}: {resources['warnings']}"
     assert resources["threads"] == 32 * constants["warps"]
@@ -85,7 +89,7 @@ def test_every_table_has_an_architecture() -> None:
     assert set(OF_TABLE) == {target.parse(arch).table for arch in target.CUDA_ARCHS}
 
 
-@pytest.mark.parametrize("candidate", candidates(), ids=str)
+@pytest.mark.parametrize("candidate", list(candidates()), ids=str)
 def test_a_row_compiles(candidate: Candidate) -> None:
     before = plan._table(candidate.table)
     row = before[candidate.kernel][candidate.row]
@@ -133,8 +137,10 @@ def test_every_other_target_compiles(arch: str, dtype: str) -> None:
     on = target.parse(arch)
     if dtype == "bfloat16" and not on.bf16_dot:
         pytest.skip(f"{arch} has no bfloat16")
-    for direction in ("forward", "backward"):
-        for config, resources in compiled(replace(BASE, dtype=dtype, direction=direction), on).items():
+    dims = (64, 128) if arch == "sm_70" else (64,)  # which has rows of its own
+    for direction, dim in itertools.product(("forward", "backward"), dims):
+        problem = replace(BASE, dtype=dtype, direction=direction, head_dim=dim, head_dim_v=dim)
+        for config, resources in compiled(problem, on).items():
             check(config, resources, on)
 
 
