@@ -41,17 +41,18 @@ def check_replaced(folder: Path, damaged: int = 1) -> None:
 
 # ---------------------------------------------------------------- damaged and hostile entries
 
+# Some 40 kB; how many exactly differs with the time at which it is made.
 DATA = KERNEL.to_bytes()
 
 
-@pytest.mark.parametrize("length", [0, 1, 31, 32, 40, 300, len(DATA) // 2, len(DATA) - 33, len(DATA) - 1])
+@pytest.mark.parametrize("length", [0, 1, 31, 32, 40, 300, 20_000, -33, -1])
 def test_truncated_entry(length: int, folder: Path) -> None:
     with database(folder) as connection:
         connection.execute("UPDATE Cache SET value = ? WHERE key = ?", (DATA[:length], KERNEL.key))
     check_replaced(folder)
 
 
-@pytest.mark.parametrize("offset", [0, 9, 13, 17, 21, 29, 40, 260, len(DATA) // 2, len(DATA) - 1])
+@pytest.mark.parametrize("offset", [0, 9, 13, 17, 21, 29, 40, 260, 20_000, -1])
 def test_flipped_bit(offset: int, folder: Path) -> None:
     flipped = bytearray(DATA)
     flipped[offset] ^= 4
