@@ -315,11 +315,12 @@ def test_saved_tensors_may_be_offloaded() -> None:
 def test_explain_says_what_the_gpu_runs() -> None:
     q, k, v = (x.detach() for x in leaves(2, 4, 200, 64))
     for direction in ("forward", "backward"):
-        found = jitattn.explain(q, k, v, direction=direction)
+        found = jitattn.explain(q, k, v, direction=direction, deterministic=False)
         assert str(found.target).startswith("cuda:")
         for kernel in found.kernels:
             resources = kernel.artifact.meta["resources"]
-            assert resources["registers"] > 0 and resources["spill_bytes"] == 0 and resources["threads"] % 32 == 0
+            assert resources["registers"] > 0 and resources["threads"] % 32 == 0, kernel.config
+            assert resources["spill_bytes"] == 0, kernel.config
         assert "registers" in str(found) and "shared_bytes" in str(found)
 
 
