@@ -6,6 +6,7 @@ import gc
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -264,14 +265,16 @@ def test_tensors_beyond_two_to_the_31_elements(shape: tuple[int, int, int, int])
 def test_calls_do_not_keep_memory() -> None:
     q, k, v = leaves(1, 2, 700, 64)
     dout = torch.randn_like(q)
-    step((q, k, v), dout)
-    gc.collect()  # what other tests left in cycles
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    for _ in range(50):
-        step((q, k, v), dout)
-    torch.cuda.synchronize()
-    assert torch.cuda.memory_allocated() == before
+
+    def held_after(steps: int) -> int:
+        for _ in range(steps):
+            step((q, k, v), dout)
+        gc.collect()  # what other tests left in cycles
+        torch.cuda.synchronize()
+        time.sleep(0.2)  # autograd's thread lets go of its last task a moment after the gradients are there
+        return torch.cuda.memory_allocated()
+
+    assert held_after(1) >= held_after(50)
 
 
 # ------------------------------------------------------------------------------------------------ torch, service

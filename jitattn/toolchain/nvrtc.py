@@ -32,13 +32,18 @@ _SINCE = {"100a": (12, 8), "120a": (12, 8), "103a": (12, 9), "121a": (12, 9), "1
 _UNTIL = {"70": (13, 0)}
 _OLDEST = (12, 0)
 
+# From here on NVRTC keeps binaries on disk itself where there is a driver, and then says nothing of registers and
+# spills. This package has a store of its own.
+_CACHES = (12, 9)
+
 
 class Nvrtc:
     """Compiles with one library, in the process."""
 
     def __init__(self, library: Library, line_info: bool = False) -> None:
         self.library = library
-        self._options = (*_OPTIONS, "--generate-line-info") if line_info else _OPTIONS
+        more = (("--no-cache", library.version[:2] >= _CACHES), ("--generate-line-info", line_info))
+        self._options = (*_OPTIONS, *(option for option, wanted in more if wanted))
         self._identity = f"{library}; {' '.join(self._options)}"
 
     def identity(self) -> str:
