@@ -209,7 +209,7 @@ class Call:
             pipeline.prefetch(replace(problem, direction="backward"), self._target)
         ready = self._resolve(problem)
         values = _values(problem, self._strides | {"out": self._out[1]}) | {"splits": ready.plan.splits}
-        self._forward = ready.prepare(params.FORWARD.parameters(values), self._device)
+        self._forward = ready.prepare(values, self._device)
         self._forward_workspace = _workspace_bytes(ready, self._forward)
         self._backward: dict[Any, tuple[tuple[Launch, ...], int]] = {}
 
@@ -260,7 +260,7 @@ class Call:
         grads = {f"grad_{name}": strides for name, (_, strides) in zip("qkv", self._grads, strict=True)}
         strides = self._strides | {"out": self._out[1], "grad_out": grad_out.stride()} | grads
         values = _values(problem, strides) | {"splits": ready.plan.splits}
-        launches = ready.prepare(params.BACKWARD.parameters(values), self._device)
+        launches = ready.prepare(values, self._device)
         return launches, _workspace_bytes(ready, launches)
 
     def _resolve(self, problem: Problem) -> Ready:

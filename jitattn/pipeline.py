@@ -12,16 +12,16 @@ import importlib
 import os
 import threading
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from . import progress, settings, source, store, toolchain
+from . import params, progress, settings, source, store, toolchain
 from .artifact import Artifact
 from .config import KernelConfig
 from .errors import CompileError
-from .plan import Plan, make_plan
+from .plan import Plan, Step, make_plan
 from .problem import Problem
 from .target import Target, cores
 
@@ -51,8 +51,9 @@ class Loaded(Protocol):
         """Bring it onto the device, unless it is there."""
         ...
 
-    def prepare(self, blocks: int, parameters: bytes, device: int) -> Launch:
-        """A launch of so many blocks there with the parameters of a params.Table, their pointers still null."""
+    def prepare(self, blocks: int, parameters: bytes, device: int, maps: Sequence[params.TensorMap] = ()) -> Launch:
+        """A launch of so many blocks there with the parameters of a params.Table, their pointers still null, and its
+        tensor maps."""
         ...
 
 
@@ -74,10 +75,16 @@ class Ready:
     plan: Plan
     kernels: tuple[Kernel, ...]
 
-    def prepare(self, parameters: bytes, device: int) -> tuple[Launch, ...]:
-        """The launches of the plan's steps, in order, which share their parameters."""
+    def prepare(self, values: Mapping[str, int | float], device: int) -> tuple[Launch, ...]:
+        """The launches of the plan's steps, in order. `values` has what is called for by their params.Tables."""
         steps = zip(self.kernels, self.plan.steps, strict=True)
-        return tuple(kernel.loaded.prepare(step.blocks, parameters, device) for kernel, step in steps)
+        return tuple(_prepare(kernel, step, values, device) for kernel, step in steps)
+
+
+def _prepare(kernel: Kernel, step: Step, values: Mapping[str, int | float], device: int) -> Launch:
+    table = source.table_of(step.config.kernel)
+    maps = table.tensor_maps(step.config, values)
+    return kernel.loaded.prepare(step.blocks, table.parameters(values), device, *([maps] if maps else []))
 
 
 def resolve(problem: Problem, target: Target) -> Ready:

@@ -83,13 +83,23 @@ _tables: dict[str, dict[str, Any]] = {}
 
 def _table(name: str) -> dict[str, Any]:
     if name not in _tables:
-        _tables[name] = json.loads((Path(__file__).parent / "tables" / f"{name}.json").read_text(encoding="utf-8"))
+        path = Path(__file__).parent / "tables" / f"{name}.json"
+        own = json.loads(path.read_text(encoding="utf-8"))
+        # The rows of a table that this one goes on from come after its own.
+        base = _table(own["goes_on"]) if "goes_on" in own else {}
+        rows = {
+            kernel: [*own.get(kernel, []), *base.get(kernel, [])] for kernel in own | base if kernel not in _NO_ROWS
+        }
+        _tables[name] = base | own | rows
     return _tables[name]
 
 
-def _row(kernel: KernelName, problem: Problem, target: Target) -> dict[str, Any]:
+_NO_ROWS = {"about", "defaults", "goes_on"}
+
+
+def _row(kernel: KernelName, problem: Problem, target: Target, by_boxes: bool = True) -> dict[str, Any]:
     """The first row whose conditions the problem meets."""
-    rows = _table(target.table)[kernel]
+    rows = [row for row in _table(target.table)[kernel] if by_boxes or row.get("kernel") not in _BY_BOXES]
     found = next((row for row in rows if _fits(row, problem, target)), None)
     if found is None:
         largest = max(row["max_head_dim"] for row in rows if _fits({**row, "max_head_dim": None}, problem, target))
@@ -108,6 +118,22 @@ def _fits(row: dict[str, Any], problem: Problem, target: Target) -> bool:
         and problem.dtype in row.get("dtypes", (problem.dtype,))
         and row.get("causal", problem.causal) == problem.causal
         and row.get("deterministic", problem.deterministic) == problem.deterministic
+        and (row.get("kernel") not in _BY_BOXES or _moves_by_boxes(problem))
+    )
+
+
+_BY_BOXES = {"forward_warpgroups"}
+
+
+def _moves_by_boxes(problem: Problem) -> bool:
+    """Whether the kernels of sm_90 take the tensors: the copy engine wants rows of whole 16-byte pieces, the output may
+    have to fit where the queries were, and what arrives is multiplied as it is, with no sign changed for the scale."""
+    return (
+        problem.alignment % 16 == 0
+        and problem.head_dim % 8 == 0
+        and problem.head_dim_v % 8 == 0
+        and problem.head_dim_v <= problem.head_dim
+        and problem.scale > 0
     )
 
 
@@ -172,9 +198,12 @@ def _check_gpu(problem: Problem, target: Target) -> None:
 
 
 def _gpu_forward(problem: Problem, target: Target) -> Plan:
-    tile = _gpu_tile("forward", problem, target, problem.batch * problem.heads_q, problem.seq_q, "block_m")
-    blocks = problem.batch * problem.heads_q * _ceil_div(problem.seq_q, tile["block_m"])
-    splits = _gpu_splits(blocks, problem.seq_kv, tile["block_n"], target.units, tile["blocks_per_unit"])
+    tile, blocks, splits = _gpu_forward_tile(problem, target)
+    kernel = tile.pop("kernel", "forward")
+    if kernel in _BY_BOXES:
+        if splits == 1:  # blocks of threads take one block of rows after the other
+            return Plan((Step(_gpu_config(kernel, problem, tile, vector=False), min(blocks, target.units)),))
+        tile, blocks, splits = _gpu_forward_tile(problem, target, by_boxes=False)
     magnitudes, workspace = _gpu_magnitudes(problem, target)
     steps = [*magnitudes, Step(_gpu_config("forward", problem, tile, vector=True, split=splits > 1), blocks * splits)]
     if splits > 1:
@@ -182,6 +211,15 @@ def _gpu_forward(problem: Problem, target: Target) -> Plan:
         rows = problem.batch * problem.heads_q * problem.seq_q
         workspace += 4 * splits * rows * (_round_up(problem.head_dim_v, _OUT_COLUMNS) + 1)  # sums and an LSE
     return Plan(tuple(steps), splits, workspace)
+
+
+def _gpu_forward_tile(problem: Problem, target: Target, by_boxes: bool = True) -> tuple[dict[str, Any], int, int]:
+    """The tile, the number of blocks of query rows, and into how many runs the keys are cut."""
+    heads = problem.batch * problem.heads_q
+    tile = _gpu_tile("forward", problem, target, heads, problem.seq_q, "block_m", by_boxes)
+    blocks = heads * _ceil_div(problem.seq_q, tile["block_m"])
+    splits = _gpu_splits(blocks, problem.seq_kv, tile["block_n"], target.units, tile["blocks_per_unit"])
+    return tile, blocks, splits
 
 
 def _gpu_backward(problem: Problem, target: Target) -> Plan:
@@ -227,7 +265,7 @@ def _gpu_magnitudes(problem: Problem, target: Target) -> tuple[list[Step], int]:
 
 
 def _gpu_tile(
-    kernel: KernelName, problem: Problem, target: Target, heads: int, length: int, side: str
+    kernel: KernelName, problem: Problem, target: Target, heads: int, length: int, side: str, by_boxes: bool = True
 ) -> dict[str, Any]:
     """The candidate that is done first: each unit works through its share of the blocks, and a block takes as long as
     its `side` (which cuts the length) is high. `speed` is how fast a candidate is where there is plenty to do."""
@@ -239,13 +277,16 @@ def _gpu_tile(
         walk = _round_up(width, tile[other])  # parts of tiles take as long as whole ones
         return _ceil_div(blocks, target.units) * tile[side] * walk / tile.get("speed", 1.0)
 
-    return min(_gpu_candidates(kernel, problem, target), key=time)
+    return min(_gpu_candidates(kernel, problem, target, by_boxes), key=time)
 
 
-def _gpu_candidates(kernel: KernelName, problem: Problem, target: Target) -> list[dict[str, Any]]:
+def _gpu_candidates(
+    kernel: KernelName, problem: Problem, target: Target, by_boxes: bool = True
+) -> list[dict[str, Any]]:
     """The row's, completed by the table's defaults."""
-    defaults = _table(target.table).get("defaults", {})
-    return [defaults | tile for tile in _row(kernel, problem, target)["tiles"]]
+    row = _row(kernel, problem, target, by_boxes)
+    common = _table(target.table).get("defaults", {}) | ({"kernel": row["kernel"]} if "kernel" in row else {})
+    return [common | tile for tile in row["tiles"]]
 
 
 def _gpu_splits(blocks: int, seq_kv: int, block_n: int, units: int, blocks_per_unit: int) -> int:
@@ -280,7 +321,7 @@ def _gpu_config(
         # What a kernel does not look at is not compiled in: one serves all.
         head_dim=problem.head_dim_v if kernel == "combine" else problem.head_dim,
         head_dim_v=problem.head_dim if kernel == "store_grad_query" else problem.head_dim_v,
-        causal=problem.causal and kernel in ("forward", "backward", "grad_query"),
+        causal=problem.causal and kernel in ("forward", "forward_warpgroups", "backward", "grad_query"),
         block_m=tile["block_m"],
         block_n=tile["block_n"],
         constants=tuple((of_row | constants).items()),

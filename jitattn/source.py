@@ -11,19 +11,20 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import params, settings
+from . import params, settings, wgmma
 from .artifact import key_of
-from .config import KernelConfig
+from .config import KernelConfig, KernelName
 from .errors import JitattnError
 from .target import Target
 
-__all__ = ["Source", "assemble", "kernel_src"]
+__all__ = ["Source", "assemble", "kernel_src", "table_of"]
 
 _ELEMENTS = {"float32": "float", "bfloat16": "bf16", "float16": "f16"}
 
 # Kernel name -> the file and class template of the algorithm, and its launch parameters.
 _KERNELS = {
     "forward": ("attn/forward.h", "Forward", params.FORWARD),
+    "forward_warpgroups": ("attn/forward_warpgroups.h", "ForwardWarpgroups", params.FORWARD_BY_BOXES),
     "combine": ("attn/combine.h", "Combine", params.FORWARD),
     "largest": ("attn/largest.h", "Largest", params.FORWARD),
     "largest_backward": ("attn/largest.h", "LargestOfBackward", params.BACKWARD),
@@ -51,6 +52,11 @@ class Source:
     overridden: bool = False
 
 
+def table_of(kernel: KernelName) -> params.Table:
+    """The launch parameters of a kernel."""
+    return _KERNELS[kernel][2]
+
+
 def assemble(config: KernelConfig, target: Target, compiler: str) -> Source:
     """The translation unit of a kernel for a target, to be compiled by the compiler of that identity.
 
@@ -62,15 +68,15 @@ def assemble(config: KernelConfig, target: Target, compiler: str) -> Source:
         f"// target {target}: {' '.join(target.compile_flags)}",
         f"// compiler {compiler}",
     ]
-    seen: set[str] = set()
+    flatten = _Flattening(target.overlay, config)
     text = "\n".join([
         *banner,
-        *_flatten("base/types.h", target.overlay, seen),
+        *flatten("base/types.h"),
         '#line 1 "<config>"',
         _config_struct(config),
         table.cpp(),
-        *_flatten(file, target.overlay, seen),
-        *_flatten("launch.h", target.overlay, seen),
+        *flatten(file),
+        *flatten("launch.h"),
         '#line 1 "<entry>"',
         f"using Algorithm = attn::{algorithm}<Config, Params>;",
         "JITATTN_ENTRY(Algorithm, Params)",
@@ -91,29 +97,49 @@ def _config_struct(config: KernelConfig) -> str:
     return "\n".join(["struct Config {", *lines, "};"])
 
 
-def _flatten(name: str, overlay: tuple[str, ...], seen: set[str]) -> list[str]:
-    """A file of kernel_src with everything that it includes, each file once."""
-    path = _find(name, overlay)
-    if path in seen:
-        return []
-    seen.add(path)
-    mark = f'"kernel_src/{path}"'
-    lines = [f"#line 1 {mark}"]
-    for number, line in enumerate(_read(path), 1):
-        if match := _INCLUDE.match(line):
-            lines += [*_flatten(match[1], overlay, seen), f"#line {number + 1} {mark}"]
-        elif line.startswith("#include"):
-            raise JitattnError(f"kernel_src/{path}:{number}: kernel text includes no system header")
-        else:
-            lines.append("" if line == "#pragma once" else line)
-    return lines
+class _Flattening:
+    """Files of kernel_src with everything that they include, each file once for all calls."""
+
+    def __init__(self, overlay: tuple[str, ...], config: KernelConfig) -> None:
+        self._overlay, self._config = overlay, config
+        self._seen: set[str] = set()
+
+    def __call__(self, name: str) -> list[str]:
+        path = _find(name, self._overlay)
+        text = _read(path) if path else _GENERATED[name](self._config)
+        path = path or f"generated/{name}"
+        if path in self._seen:
+            return []
+        self._seen.add(path)
+        mark = f'"kernel_src/{path}"'
+        lines = [f"#line 1 {mark}"]
+        for number, line in enumerate(text, 1):
+            if match := _INCLUDE.match(line):
+                lines += [*self(match[1]), f"#line {number + 1} {mark}"]
+            elif line.startswith("#include"):
+                raise JitattnError(f"kernel_src/{path}:{number}: kernel text includes no system header")
+            else:
+                lines.append("" if line == "#pragma once" else line)
+        return lines
+
+
+def _wgmma_shapes(config: KernelConfig) -> list[str]:
+    columns = (config.block_n, -(-config.head_dim_v // 16) * 16)
+    return ["namespace ptx {", *wgmma.functions(_ELEMENTS[config.dtype], columns), "}"]
+
+
+# Files that depend on the configuration.
+_GENERATED = {"wgmma_shapes.h": _wgmma_shapes}
 
 
 @functools.cache
-def _find(name: str, overlay: tuple[str, ...]) -> str:
+def _find(name: str, overlay: tuple[str, ...]) -> str | None:
+    """The path of the nearest file of that name; None for one that is generated."""
     for folder in overlay:
         if (kernel_src() / folder / name).is_file():
             return (Path(folder) / name).as_posix()
+    if name in _GENERATED:
+        return None
     raise JitattnError(f"kernel_src has no {name} for {overlay}")
 
 

@@ -113,7 +113,7 @@ CUDA_ARCHS: dict[str, _CudaArch] = {
     "sm_87": _CudaArch((8, 7), _SM80, "sm_80", 163, 16, True),
     "sm_89": _CudaArch((8, 9), _SM80, "sm_86", 99, 128),
     "sm_90": _CudaArch((9, 0), _SM90, "sm_90", 227, 132),
-    "sm_90a": _CudaArch((9, 0), _SM90, "sm_90", 227, 132, True),
+    "sm_90a": _CudaArch((9, 0), _SM90, "sm_90a", 227, 132, True),
     "sm_100a": _CudaArch((10, 0), _SM80, "sm_90", 227, 148, True),
     "sm_103a": _CudaArch((10, 3), _SM80, "sm_90", 227, 148, True),
     "sm_110a": _CudaArch((11, 0), _SM80, "sm_90", 227, 20, True),

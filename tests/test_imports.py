@@ -15,8 +15,8 @@ PACKAGE = Path(__file__).resolve().parent.parent / "jitattn"
 # only: not from higher ones, and not from its neighbours. A new module is given the lowest row that serves it.
 ROWS = (
     {"errors"},
-    {"settings"},
-    {"artifact", "config", "mods", "params", "problem", "target"},
+    {"config", "settings", "wgmma"},
+    {"artifact", "mods", "params", "problem", "target"},
     {"plan", "progress", "runtime", "source", "store", "toolchain"},
     {"cache", "pipeline"},
     {"launch", "reference"},

@@ -77,7 +77,10 @@ def test_blocks_cover_every_row_and_key(on: target.Target, deterministic: bool) 
                     splits = made.splits if step.config.kernel == "forward" else 1
                     if step.config.kernel == "backward":
                         heads, side = problem.batch * problem.heads_kv, step.config.block_n
-                    assert step.blocks == splits * heads * -(-length // side)
+                    blocks = splits * heads * -(-length // side)
+                    if step.config.kernel == "forward_warpgroups":  # whose blocks take several
+                        blocks = min(blocks, on.units)
+                    assert step.blocks == blocks
 
 
 def test_the_steps_of_a_backward() -> None:
@@ -216,8 +219,11 @@ def test_rows_are_in_an_order_in_which_each_is_reached(name: str) -> None:
                 head_dim=row["max_head_dim"],
                 causal=row.get("causal", True),
                 deterministic=row.get("deterministic", False),
+                alignment=16 if row.get("kernel") == "forward_warpgroups" else 8,
             )
             mine = [on for on in TARGETS if on.table == name and plan._fits(row, problem, on)]
+            if not mine and "goes_on" in plan._table(name):
+                continue  # a row of the other table for architectures that this one does not serve
             first = {next(i for i, earlier in enumerate(rows) if plan._fits(earlier, problem, on)) for on in mine}
             assert later in first, f"{name} {kernel}: row {later} is hidden by {first}"
 

@@ -11,12 +11,14 @@ import functools
 import importlib
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ..artifact import Artifact
 from ..errors import JitattnError, ToolchainMissing
+from ..params import TensorMap
+from .tma import Maps
 
 __all__ = ["Launch", "Loaded"]
 
@@ -54,10 +56,10 @@ class Loaded:
             if device not in self._functions:
                 self._functions[device] = self._loaded(device)
 
-    def prepare(self, blocks: int, parameters: bytes, device: int) -> Launch:
+    def prepare(self, blocks: int, parameters: bytes, device: int, maps: Sequence[TensorMap] = ()) -> Launch:
         """See pipeline.Loaded."""
         self.load(device)
-        return Launch(self._functions[device], blocks, parameters)
+        return Launch(self._functions[device], blocks, parameters, maps)
 
     def _loaded(self, device: int) -> _Function:
         driver, meta = _driver(), self._artifact.meta
@@ -84,10 +86,12 @@ class _Arguments:
 
     __slots__ = ("_array", "_struct", "address", "view")
 
-    def __init__(self, parameters: bytes) -> None:
+    def __init__(self, parameters: bytes, maps: Maps | None) -> None:
         self._struct = ctypes.create_string_buffer(parameters, len(parameters))
         self._array = ctypes.c_void_p(ctypes.addressof(self._struct))
         self.view = memoryview(self._struct).cast("B")
+        if maps is not None:
+            maps.start(self.view)
         self.address = ctypes.addressof(self._array)
 
 
@@ -96,8 +100,9 @@ class Launch:
 
     workspace_bytes = 0
 
-    def __init__(self, function: _Function, blocks: int, parameters: bytes) -> None:
+    def __init__(self, function: _Function, blocks: int, parameters: bytes, maps: Sequence[TensorMap] = ()) -> None:
         self._blocks, self._parameters, self._context = blocks, parameters, function.context
+        self._maps = Maps(_libcuda(), maps) if maps and blocks else None
         driver = _driver()
         self._current, self._set_current = driver.ctxGetCurrent, driver.ctxSetCurrent
         self._launch = functools.partial(
@@ -113,8 +118,10 @@ class Launch:
         try:
             arguments = self._idle.pop()
         except IndexError:
-            arguments = _Arguments(self._parameters)
+            arguments = _Arguments(self._parameters, self._maps)
         arguments.view[: len(pointers)] = pointers
+        if self._maps is not None:
+            self._maps.point(arguments.view, pointers)
         before = self._current()
         if before == self._context:
             self._launch(where(), arguments.address, 0)

@@ -5,6 +5,7 @@ using i32 = int;
 using i64 = long long;
 using u16 = unsigned short;
 using u32 = unsigned int;
+using u64 = unsigned long long;
 
 // Storage of the 16-bit formats. An architecture converts them; the algorithm only passes them on.
 struct bf16 {

@@ -7,6 +7,6 @@
   extern "C" __device__ const int jitattn_shape[2] = {32 * Config::warps, (int)sizeof(Algorithm::Memory)}; \
   extern "C" __global__ void __launch_bounds__(32 * Config::warps, Config::blocks_per_unit)                \
       jitattn_kernel(const __grid_constant__ Params p) {                                                   \
-    extern __shared__ __align__(128) char memory[];                                                        \
+    extern __shared__ __align__(1024) char memory[];                                                       \
     Algorithm::run((i32)ptx::block_index(), *reinterpret_cast<Algorithm::Memory*>(memory), p);             \
   }

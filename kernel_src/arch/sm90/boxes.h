@@ -1,0 +1,61 @@
+// Rows in shared memory as the copy engine takes and leaves them, and as products of warpgroups read them: boxes of 64
+// columns, one after the other, each row after row with 128-byte swizzle (tma.h, wgmma.h).
+#pragma once
+#include "attn/schedule.h"
+#include "base/math.h"
+#include "tile.h"
+#include "tma.h"
+#include "wgmma.h"
+
+namespace arch {
+
+template <class E, i32 rows, i32 size>
+struct BoxedRows {
+  static_assert(sizeof(E) == 2 && rows % 8 == 0, "");
+  static constexpr i32 box_columns = 64, row_bytes = 128, box_bytes = rows * row_bytes;
+  static constexpr i32 boxes = base::ceil_div(size, box_columns), bytes = boxes * box_bytes;
+  static constexpr i32 steps = base::ceil_div(size, 16);  // of a product that contracts columns
+  alignas(1024) char at[bytes];
+
+  METHOD u32 address() const { return ptx::shared_address(at); }
+
+  // Starts to bring rows of a head; `bytes` will arrive at the mbarrier.
+  METHOD void fetch(TensorMap const& map, u32 mbarrier, i32 row, i32 head, i32 batch) {
+#pragma unroll
+    for (i32 box = 0; box < boxes; ++box)
+      ptx::tma_load(address() + box * box_bytes, map, mbarrier, box * box_columns, row, head, batch);
+  }
+  // Starts to write `part_rows` rows from `row` on, the boxes of the map having as many.
+  METHOD void store(TensorMap const& map, i32 row, i32 to_row, i32 head, i32 batch) const {
+#pragma unroll
+    for (i32 box = 0; box < boxes; ++box)
+      ptx::tma_store(map, address() + box * box_bytes + row * row_bytes, box * box_columns, to_row, head, batch);
+  }
+
+  // Rows from a multiple of 8 on, for products that contract columns; `along` gives what one step takes of them.
+  METHOD u64 rows_from(i32 row) const { return ptx::swizzled(address() + row * row_bytes); }
+  static METHOD u64 along(u64 rows_from, i32 step) {
+    return rows_from + (u64)((step / 4 * box_bytes + step % 4 * 32) >> 4);
+  }
+  // For products that contract rows.
+  METHOD u64 columns_from() const { return ptx::swizzled(address(), box_bytes); }
+  static METHOD u64 across(u64 columns_from, i32 step) { return columns_from + (u64)(step * 16 * row_bytes >> 4); }
+
+  // Puts the elements of a warp's 16 rows, the first of which is a multiple of 8, converted and row for row multiplied
+  // by factor(slot).
+  template <class M, class F>
+  METHOD void put(M const& from, F factor) {
+    static_assert(M::m_tiles == 1, "");
+    // The places are worked out here and now: as constants of an outer loop they would fill registers all through it.
+    const u32 lane = ptx::here_and_now((u32)arch::lane());
+    const u32 row = address() + (M::first_row() + lane / 4) * row_bytes + lane % 4 * 4, swizzle = lane / 4 * 16;
+#pragma unroll
+    for (i32 j = 0; j < M::n_tiles; ++j)
+#pragma unroll
+      for (i32 slot = 0; slot < 2; ++slot)
+        ptx::store_shared(row + ((u32)(j % 8 * 16) ^ swizzle) + j / 8 * box_bytes + slot * 8 * row_bytes,
+                          pack(E{}, from.at[0][j][2 * slot] * factor(slot), from.at[0][j][2 * slot + 1] * factor(slot)));
+  }
+};
+
+}  // namespace arch
