@@ -8,8 +8,8 @@ from typing import Literal
 __all__ = ["KernelConfig", "KernelName"]
 
 KernelName = Literal[
-    "forward", "forward_warpgroups", "combine", "largest", "largest_backward", "delta", "backward", "grad_query",
-    "store_grad_query", "reduce_grad_query",
+    "forward", "forward_warpgroups", "combine", "largest", "largest_backward", "delta", "backward",
+    "backward_warpgroups", "grad_query", "store_grad_query", "reduce_grad_query",
 ]  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from .config import KernelConfig
 
-__all__ = ["BACKWARD", "FORWARD", "FORWARD_BY_BOXES", "Boxes", "Table", "TensorMap"]
+__all__ = ["BACKWARD", "BACKWARD_BY_BOXES", "FORWARD", "FORWARD_BY_BOXES", "Boxes", "Table", "TensorMap"]
 
 _MAP_BYTES, _MAP_ALIGNMENT = 128, 64  # of CUDA's CUtensorMap
 _MAP_CPP = f"struct alignas({_MAP_ALIGNMENT}) TensorMap {{ char opaque[{_MAP_BYTES}]; }};"
@@ -161,3 +161,14 @@ BACKWARD = Table(
         *_SIZES, "splits",
     ),
 )  # fmt: skip
+BACKWARD_BY_BOXES = replace(
+    BACKWARD,
+    boxes=(
+        Boxes("q", "heads_q", "seq_q", "head_dim", "block_m"),
+        Boxes("k", "heads_kv", "seq_kv", "head_dim", "block_n"),
+        Boxes("v", "heads_kv", "seq_kv", "head_dim_v", "block_n"),
+        Boxes("grad_out", "heads_q", "seq_q", "head_dim_v", "block_m"),
+        Boxes("grad_k", "heads_kv", "seq_kv", "head_dim", 64),
+        Boxes("grad_v", "heads_kv", "seq_kv", "head_dim_v", 64),
+    ),
+)

@@ -122,7 +122,7 @@ def _fits(row: dict[str, Any], problem: Problem, target: Target) -> bool:
     )
 
 
-_BY_BOXES = {"forward_warpgroups"}
+_BY_BOXES = {"forward_warpgroups", "backward_warpgroups"}
 
 
 def _moves_by_boxes(problem: Problem) -> bool:
@@ -230,9 +230,13 @@ def _gpu_backward(problem: Problem, target: Target) -> Plan:
     # Sums of dQ that blocks add to as they finish differ in their last bits from run to run.
     sums = not (problem.deterministic or alone)
 
+    kernel = tile.pop("kernel", "backward")
+
     def backward(keys: bool, values: bool) -> Step:
+        if kernel in _BY_BOXES:
+            return Step(_gpu_config(kernel, problem, tile, vector=False, grad_query=sums), blocks)
         constants = {"grad_keys": keys, "grad_values": values, "grad_query": keys and sums}
-        return Step(_gpu_config("backward", problem, tile, vector=True, **constants), blocks)
+        return Step(_gpu_config(kernel, problem, tile, vector=True, **constants), blocks)
 
     steps, workspace = _gpu_magnitudes(problem, target)
     steps.append(_gpu_rows_step("delta", problem, target, vector=True, clear=sums))
@@ -307,6 +311,9 @@ def _gpu_rows_step(
     return Step(_gpu_config(kernel, problem, tile, vector, **constants), blocks)
 
 
+_MASKED = {"forward", "forward_warpgroups", "backward", "backward_warpgroups", "grad_query"}
+
+
 def _gpu_config(
     kernel: KernelName, problem: Problem, tile: dict[str, Any], vector: bool, **constants: int | bool
 ) -> KernelConfig:
@@ -321,7 +328,7 @@ def _gpu_config(
         # What a kernel does not look at is not compiled in: one serves all.
         head_dim=problem.head_dim_v if kernel == "combine" else problem.head_dim,
         head_dim_v=problem.head_dim if kernel == "store_grad_query" else problem.head_dim_v,
-        causal=problem.causal and kernel in ("forward", "forward_warpgroups", "backward", "grad_query"),
+        causal=problem.causal and kernel in _MASKED,
         block_m=tile["block_m"],
         block_n=tile["block_n"],
         constants=tuple((of_row | constants).items()),

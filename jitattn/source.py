@@ -30,6 +30,7 @@ _KERNELS = {
     "largest_backward": ("attn/largest.h", "LargestOfBackward", params.BACKWARD),
     "delta": ("attn/delta.h", "Delta", params.BACKWARD),
     "backward": ("attn/backward.h", "Backward", params.BACKWARD),
+    "backward_warpgroups": ("attn/backward_warpgroups.h", "BackwardWarpgroups", params.BACKWARD_BY_BOXES),
     "grad_query": ("attn/grad_query.h", "GradQuery", params.BACKWARD),
     "store_grad_query": ("attn/store_grad_query.h", "StoreGradQuery", params.BACKWARD),
     "reduce_grad_query": ("attn/reduce.h", "ReduceGradQuery", params.BACKWARD),
@@ -124,7 +125,10 @@ class _Flattening:
 
 
 def _wgmma_shapes(config: KernelConfig) -> list[str]:
-    columns = (config.block_n, -(-config.head_dim_v // 16) * 16)
+    """The products' columns: scores, and the head dims of sums; of a backward pass, whose scores lie the other way,
+    also 64 columns of dQ, which warpgroups share."""
+    heads = {-(-dim // 16) * 16 for dim in (config.head_dim, config.head_dim_v)}
+    columns = heads | ({config.block_n} if config.kernel == "forward_warpgroups" else {config.block_m, 64})
     return ["namespace ptx {", *wgmma.functions(_ELEMENTS[config.dtype], columns), "}"]
 
 

@@ -75,7 +75,7 @@ def test_blocks_cover_every_row_and_key(on: target.Target, deterministic: bool) 
                 for step in made.steps:
                     heads, side = problem.batch * problem.heads_q, step.config.block_m
                     splits = made.splits if step.config.kernel == "forward" else 1
-                    if step.config.kernel == "backward":
+                    if step.config.kernel in ("backward", "backward_warpgroups"):
                         heads, side = problem.batch * problem.heads_kv, step.config.block_n
                     blocks = splits * heads * -(-length // side)
                     if step.config.kernel == "forward_warpgroups":  # whose blocks take several

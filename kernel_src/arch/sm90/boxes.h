@@ -3,6 +3,7 @@
 #pragma once
 #include "attn/schedule.h"
 #include "base/math.h"
+#include "mbarrier.h"
 #include "tile.h"
 #include "tma.h"
 #include "wgmma.h"
@@ -37,8 +38,10 @@ struct BoxedRows {
   static METHOD u64 along(u64 rows_from, i32 step) {
     return rows_from + (u64)((step / 4 * box_bytes + step % 4 * 32) >> 4);
   }
-  // For products that contract rows.
-  METHOD u64 columns_from() const { return ptx::swizzled(address(), box_bytes); }
+  // For products that contract rows: 64 columns and more from a multiple of 64 on.
+  METHOD u64 columns_from(i32 column = 0) const {
+    return ptx::swizzled(address() + column / box_columns * box_bytes, box_bytes);
+  }
   static METHOD u64 across(u64 columns_from, i32 step) { return columns_from + (u64)(step * 16 * row_bytes >> 4); }
 
   // Puts the elements of a warp's 16 rows, the first of which is a multiple of 8, converted and row for row multiplied

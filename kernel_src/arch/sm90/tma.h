@@ -17,6 +17,12 @@ FN void tma_load(u32 to, const TensorMap& map, u32 barrier, i32 x, i32 y, i32 z,
       ::"r"(to), "l"(&map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w)
       : "memory");
 }
+// `bytes` that lie one after the other, a multiple of 16 like both addresses.
+FN void bulk_load(u32 to, const void* from, u32 bytes, u32 barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+               "l"(from), "r"(bytes), "r"(barrier)
+               : "memory");
+}
 
 // This thread's stores since the last commit are a group. The shared memory that they read is free again when
 // `tma_stores_wait` returns, with at most `pending` groups still reading.

@@ -25,6 +25,11 @@ template <i32 pending>
 FN void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(pending) : "memory");
 }
+// Compilers put a wait as early as they can, and what could have been done meanwhile behind it. What makes `x`, which is
+// never negative, stays before a wait that follows.
+FN void compute_before(float x) {
+  asm volatile("{.reg .pred never; setp.lt.f32 never, %0, 0f00000000; @never nanosleep.u32 0;}" ::"f"(x));
+}
 // The compiler takes registers of a product as ready where the product is issued: what uses them stays behind this.
 template <i32 n>
 FN void registers_change(float (&d)[n]) {

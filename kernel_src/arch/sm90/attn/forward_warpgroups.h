@@ -125,9 +125,13 @@ struct ForwardWarpgroups {
         const auto weigh = [&](i32 tile) {
           const i32 key = tile * C::block_n;
           if (key + C::block_n > mask.seq_kv || !mask.whole(b.first + group * group_rows, key + C::block_n)) {
-            const i32 limit = mask.limit(b.first, key), keys = mask.seq_kv - key;
-            scores.each_slot([&](i32, i32 row, i32 column, float& x) {
-              x = column >= keys || column - row > limit ? -base::infinity : x;
+            // Of each row the first column that is not visible, counted from this lane's first.
+            const i32 limit = mask.limit(b.first, key), keys = mask.seq_kv - key, own = Scores::column(0, 0);
+            i32 end[2];
+            for (i32 slot = 0; slot < 2; ++slot)
+              end[slot] = base::least(keys, limit + Scores::row(0, 2 * slot) + 1) - own;
+            scores.each_slot([&](i32 slot, i32, i32 column, float& x) {
+              x = column - own < end[slot] ? x : -base::infinity;
             });
           }
           const auto best = softmax.look(scores);
@@ -177,6 +181,7 @@ struct ForwardWarpgroups {
           ptx::registers_change(registers(scores));
           if (arch::lane() == 0) memory.keys_turn[position.stage].leave();
           const PerRow factor = weigh(tile);
+          ptx::compute_before(softmax.rows.slot[0].total + softmax.rows.slot[1].total);
           ptx::wgmma_wait<0>();
           ptx::registers_change(registers(sums));
           if (arch::lane() == 0) memory.values_turn[before.stage].leave();
