@@ -126,13 +126,13 @@ _BY_BOXES = {"forward_warpgroups", "backward_warpgroups"}
 
 
 def _moves_by_boxes(problem: Problem) -> bool:
-    """Whether the kernels of sm_90 take the tensors: the copy engine wants rows of whole 16-byte pieces, the output may
-    have to fit where the queries were, and what arrives is multiplied as it is, with no sign changed for the scale."""
+    """Whether the kernels of sm_90 take the tensors: the copy engine wants rows of whole 16-byte pieces, and what
+    arrives is multiplied as it is, with no sign changed for the scale."""
     return (
         problem.alignment % 16 == 0
         and problem.head_dim % 8 == 0
         and problem.head_dim_v % 8 == 0
-        and problem.head_dim_v <= problem.head_dim
+        and problem.seq_kv > 0
         and problem.scale > 0
     )
 

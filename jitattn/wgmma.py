@@ -37,18 +37,28 @@ def _function(
     """`left_text` and `immediates` are filled in with the numbers of their operands."""
     sums = n // 2
     constants = [choice.split()[1] for choice in choices.split(", ")]
-    operands = [*left_words, "b", *constants]
-    number = {name: sums + i for i, name in enumerate(operands)}
+    number = {name: sums + i for i, name in enumerate([*left_words, "b", *constants])}
     d = ", ".join(f"%{i}" for i in range(sums))
     a = left_text.format(*(number[word] for word in left_words))
     instruction = f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{element}.{element}"
-    given = [f'"{kind}"({word})' for word in left_words] + ['"l"(b)'] + [f'"n"((i32){name})' for name in constants]
+    given = [f'"{kind}"({word})' for word in left_words] + ['"l"(b)', '"r"((i32)now)']
+    given += [f'"n"((i32){name})' for name in constants[1:]]
+
+    def product(sign: str) -> list[str]:
+        return [
+            f'    asm volatile("{{.reg .pred add; setp.ne.b32 add, %{number["add"]}, 0; {instruction} "',
+            f'                 "{{{d}}}, {a}, %{number["b"]}, add, {immediates.format(**number)};}}"',
+            "                 : " + ", ".join(f'"{sign}f"(d[{i}])' for i in range(sums)),
+            "                 : " + ", ".join(given) + ");",
+        ]
+
     return [
         f"template <{choices}>",
-        f"FN void wgmma({element}, float (&d)[{sums}], {left}, u64 b) {{",
-        f'  asm volatile("{{.reg .pred add; setp.ne.b32 add, %{number["add"]}, 0; {instruction} "',
-        f'               "{{{d}}}, {a}, %{number["b"]}, add, {immediates.format(**number)};}}"',
-        "               : " + ", ".join(f'"+f"(d[{i}])' for i in range(sums)),
-        "               : " + ", ".join(given) + ");",
+        f"FN void wgmma({element}, float (&d)[{sums}], {left}, u64 b, bool now = add) {{",
+        "  if constexpr (add) {",
+        *product("+"),
+        "  } else {",  # what d was before must not keep its registers from being used for other things
+        *product("="),
+        "  }",
         "}",
     ]

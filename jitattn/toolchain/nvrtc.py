@@ -129,7 +129,7 @@ def _of_log(log: str) -> dict[str, Any]:
     """What ptxas reports: the largest of each number, should there be several functions."""
     found: dict[str, Any] = {name: max(map(int, re.findall(p, log)), default=0) for name, p in _NUMBERS.items()}
     # C7508: setmaxnreg is ignored; C7510 to C7519: wgmma is waited for after each instruction.
-    warnings = [line.strip() for line in log.splitlines() if "warning" in line and re.search(r"C75\d\d", line)]
+    warnings = [line.strip() for line in log.splitlines() if re.search(r"\(C75\d\d\)", line)]
     return found | ({"warnings": warnings} if warnings else {})
 
 

@@ -44,20 +44,40 @@ struct BoxedRows {
   }
   static METHOD u64 across(u64 columns_from, i32 step) { return columns_from + (u64)(step * 16 * row_bytes >> 4); }
 
-  // Puts the elements of a warp's 16 rows, the first of which is a multiple of 8, converted and row for row multiplied
-  // by factor(slot).
+  // Puts the elements of a warp's 16 rows, converted and row for row multiplied by factor(slot).
   template <class M, class F>
   METHOD void put(M const& from, F factor) {
     static_assert(M::m_tiles == 1, "");
-    // The places are worked out here and now: as constants of an outer loop they would fill registers all through it.
-    const u32 lane = ptx::here_and_now((u32)arch::lane());
-    const u32 row = address() + (M::first_row() + lane / 4) * row_bytes + lane % 4 * 4, swizzle = lane / 4 * 16;
+    const Place to = place(M::first_row());
 #pragma unroll
     for (i32 j = 0; j < M::n_tiles; ++j)
 #pragma unroll
       for (i32 slot = 0; slot < 2; ++slot)
-        ptx::store_shared(row + ((u32)(j % 8 * 16) ^ swizzle) + j / 8 * box_bytes + slot * 8 * row_bytes,
-                          pack(E{}, from.at[0][j][2 * slot] * factor(slot), from.at[0][j][2 * slot + 1] * factor(slot)));
+        ptx::store_shared(to.at(j, slot), pack(E{}, from.at[0][j][2 * slot] * factor(slot),
+                                               from.at[0][j][2 * slot + 1] * factor(slot)));
+  }
+  // The same of 16 rows from `row` on that are left operands.
+  template <i32 operands>
+  METHOD void put(const Operand<E> (&from)[operands], i32 row) {
+    const Place to = place(row);
+#pragma unroll
+    for (i32 i = 0; i < operands; ++i)
+#pragma unroll
+      for (i32 word = 0; word < 4; ++word) ptx::store_shared(to.at(2 * i + word / 2, word % 2), from[i].word[word]);
+  }
+
+ private:
+  // Where this lane's neighbouring elements of 8 columns lie, of its row (slot 0) and that 8 further (slot 1).
+  struct Place {
+    u32 row, swizzle;
+    METHOD u32 at(i32 tile, i32 slot) const {
+      return row + ((u32)(tile % 8 * 16) ^ swizzle) + tile / 8 * box_bytes + slot * 8 * row_bytes;
+    }
+  };
+  // Worked out here and now: as constants of an outer loop places would fill registers all through it.
+  METHOD Place place(i32 first_row) const {
+    const u32 lane = ptx::here_and_now((u32)arch::lane());
+    return {address() + (first_row + lane / 4) * row_bytes + lane % 4 * 4, lane / 4 * 16};
   }
 };
 

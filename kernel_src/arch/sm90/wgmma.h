@@ -2,11 +2,12 @@
 // a kernel uses are generated (jitattn/wgmma.py):
 //
 //   template <bool add, bool b_by_rows, bool a_by_rows = false>
-//   void wgmma(E, float (&d)[n / 2], u64 a, u64 b);
+//   void wgmma(E, float (&d)[n / 2], u64 a, u64 b, bool now = add);
 //   template <bool add, bool b_by_rows>
-//   void wgmma(E, float (&d)[n / 2], const u32 (&a)[4], u64 b);
+//   void wgmma(E, float (&d)[n / 2], const u32 (&a)[4], u64 b, bool now = add);
 //
-// d (64 x n, float32) += a (64 x 16) b (16 x n), for E bf16 or f16; d = a b without `add`. With g = lane / 4 and t = lane % 4, warp w of the
+// d (64 x n, float32) += a (64 x 16) b (16 x n), for E bf16 or f16; d = a b without `add`, or where that is known when
+// the kernel runs, without `now`. With g = lane / 4 and t = lane % 4, warp w of the
 // group has rows 16 w + g (d[4 j], d[4 j + 1]) and 16 w + g + 8 (d[4 j + 2], d[4 j + 3]) of columns 8 j + 2 t and
 // 8 j + 2 t + 1. The words of `a` are those of its 16 rows in ptx.h's mma; in shared memory `a` and `b` are given by
 // `swizzled`. What is contracted lies along the rows of shared memory, or across them where x_by_rows.

@@ -56,6 +56,7 @@ struct BackwardWarpgroups {
     GradientRows gradients[2];
     Statistics statistics[C::stages];
     arch::Turnover keys_turn, query_turn[C::stages], grad_out_turn[C::stages], gradients_turn[2];
+    METHOD void leave_rows(i32 stage) { query_turn[stage].leave(), grad_out_turn[stage].leave(); }
   };
 
   static METHOD void run(i32 block, Memory& memory, P const& p) {
@@ -130,11 +131,14 @@ struct BackwardWarpgroups {
     GradKeys grad_k;
     GradValues grad_v;
     GradQueries grad_q;
-    grad_k.clear();
-    grad_v.clear();
     Tiles tiles(b, mask, p);
+    if (!tiles.more()) {
+      grad_k.clear();
+      grad_v.clear();
+      return finish(m, group, b, grad_k, grad_v, p);
+    }
     const u64 keys = m.keys.rows_from(group * group_keys), values = m.values.rows_from(group * group_keys);
-    arch::Position<C::stages> at;
+    arch::Position<C::stages> at, before_at;
     arch::Position<2> now, before{1, 0};  // of gradients
     i64 row_before = -1;                  // of the tile whose dQ is to be formed
     // Begins to form the dQ of the tile before; of the first, which has none before it, something that nobody takes.
@@ -151,9 +155,9 @@ struct BackwardWarpgroups {
     };
     const auto add_grad_query = [&] { arch::accumulate(grad_q, Row::grad_query(row_before, p), Row::ld); };
 
-    if (tiles.more()) m.keys_turn.wait_full(0);
+    m.keys_turn.wait_full(0);
 #pragma unroll 1
-    for (; tiles.more(); tiles.next(p), at.next()) {
+    do {
       Rows& rows = m.rows[at.stage];
       Statistics const& statistics = m.statistics[at.stage];
       Scores weights, gradients;
@@ -163,46 +167,44 @@ struct BackwardWarpgroups {
       multiply_along<QueryRows, KeyRows>(weights, keys, rows.query.rows_from(0));
       m.grad_out_turn[at.stage].wait_full(at.round);
       multiply_along<OutRows, ValueRows>(gradients, values, rows.grad_out.rows_from(0));
-      if constexpr (C::grad_query) multiply_gradients();
-      ptx::wgmma_wait<C::grad_query ? 2 : 1>();
+      ptx::wgmma_wait<1>();
       ptx::registers_change(registers(weights));
+      if (row_before >= 0 && arch::lane() == 0) m.leave_rows(before_at.stage);
       make_weights(weights, statistics.lse, scale);
       const i32 keys_end = b.first + C::block_n;
-      if (!mask.whole(tiles.row, keys_end) || keys_end > p.seq_kv || any_coarse_row(statistics.lse)) {
-        const i32 limit = mask.limit(tiles.row, b.first), count = b.keys;
-        weights.each_slot(
-            [&](i32, i32 row, i32 column, float& x) { x = corrected(x, row >= count || row - column > limit); });
-      }
+      if (!mask.whole(tiles.row, keys_end) || keys_end > p.seq_kv || any_coarse_row(statistics.lse))
+        hide(weights, mask.limit(tiles.row, b.first), b.keys);
       pack(weight_words, weights);
-      ptx::wgmma_wait<C::grad_query ? 1 : 0>();
+      ptx::wgmma_wait<0>();
       ptx::registers_change(registers(gradients));
       make_gradients(gradients, weights, statistics.delta);
       pack(gradient_words, gradients);
       ptx::wgmma_fence();
-      add<OutRows>(grad_v, weight_words, rows.grad_out.columns_from());
-      add<QueryRows>(grad_k, gradient_words, rows.query.columns_from());
+      if constexpr (C::grad_query) multiply_gradients();
+      add<OutRows>(grad_v, weight_words, rows.grad_out.columns_from(), row_before < 0);
+      ptx::wgmma_commit();
+      add<QueryRows>(grad_k, gradient_words, rows.query.columns_from(), row_before < 0);
       ptx::wgmma_commit();
       if constexpr (C::grad_query) {
-        ptx::wgmma_wait<1>();
+        ptx::wgmma_wait<2>();
         ptx::registers_change(registers(grad_q));
         // The gradients before these have been used by all warpgroups whose present ones are there: two suffice.
-        m.gradients[now.stage].put(gradients, [](i32) { return 1.0f; });
+        m.gradients[now.stage].put(gradient_words, Scores::first_row());
         ptx::fence_proxy_async();
         ptx::sync_warp();
         if (arch::lane() == 0) ptx::mbarrier_arrive(m.gradients_turn[now.stage].full());
         if (row_before >= 0) add_grad_query();
-        row_before = tiles.data_row(b, p);
         before = now;
         now.next();
       }
-      ptx::wgmma_wait<0>();
-      ptx::registers_change(registers(grad_k));
-      ptx::registers_change(registers(grad_v));
-      if (arch::lane() == 0) {
-        m.query_turn[at.stage].leave();
-        m.grad_out_turn[at.stage].leave();
-      }
-    }
+      ptx::wgmma_wait<C::keys_behind ? 1 : 0>();  // with registers enough dK is formed while the next scores are
+      row_before = tiles.data_row(b, p);
+      before_at = at;
+      tiles.next(p), at.next();
+    } while (tiles.more());
+    ptx::wgmma_wait<0>();
+    ptx::registers_change(registers(grad_k));
+    ptx::registers_change(registers(grad_v));
     if (C::grad_query && row_before >= 0) {
       ptx::wgmma_fence();
       multiply_gradients();
@@ -231,6 +233,17 @@ struct BackwardWarpgroups {
       x[0] = weight[0] * (x[0] - of.first), x[1] = weight[1] * (x[1] - of.second);
       x[2] = weight[2] * (x[2] - of.first), x[3] = weight[3] * (x[3] - of.second);
     }
+  }
+  static METHOD void hide(Scores& weights, i32 limit, i32 keys) {
+    // Of each key the first query row that sees it, counted from this lane's first.
+    const i32 own = Scores::column(0, 0);
+    i32 begin[2];
+#pragma unroll
+    for (i32 slot = 0; slot < 2; ++slot) {
+      const i32 key = Scores::row(0, 2 * slot);
+      begin[slot] = key < keys ? key - limit - own : 1 << 30;
+    }
+    weights.each_slot([&](i32 slot, i32, i32 column, float& x) { x = corrected(x, column - own < begin[slot]); });
   }
   // What belongs to this lane's columns of a tile.
   struct alignas(8) Pair {
@@ -264,12 +277,13 @@ struct BackwardWarpgroups {
   static METHOD void multiply_across(GradQueries& to, u64 gradients, u64 keys) {
     ptx::wgmma<add, true, true>(E{}, registers(to), gradients, keys);
   }
-  // to += weights rows
+  // to += weights rows, or at first to = weights rows
   template <class RowsOfQueries, class M>
-  static METHOD void add(M& to, Weights const& weights, u64 queries) {
+  static METHOD void add(M& to, Weights const& weights, u64 queries, bool first) {
 #pragma unroll
     for (i32 step = 0; step < C::block_m / 16; ++step)
-      ptx::wgmma<true, true>(E{}, registers(to), weights[step].word, RowsOfQueries::across(queries, step));
+      ptx::wgmma<true, true>(E{}, registers(to), weights[step].word, RowsOfQueries::across(queries, step),
+                             step > 0 || !first);
   }
 
   static METHOD void finish(Memory& m, i32 group, KeyBlock const& b, GradKeys& grad_k, GradValues& grad_v,

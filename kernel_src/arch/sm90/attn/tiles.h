@@ -7,35 +7,42 @@
 
 namespace attn {
 
-// Heads whose keys and values fit into the second-level cache together go together. Of these, the last rows of all
-// come first: under a causal mask they see the most keys. Blocks of threads deal the work out to themselves in turns,
-// every other round in the opposite order, so that all get long and short pieces alike.
+// Heads whose keys and values fit into the second-level cache together go together. Under a causal mask the last rows
+// see the most keys: two blocks of rows from both ends of a head, which take as long as any other two, are dealt out as
+// one piece, or where a head has few and they do not go up, the last of all heads first and every other round in the
+// opposite order.
 template <class C, class P>
 struct Tiles {
   P const& p;
-  i32 per_head, heads, together, count, round = 0;
+  i32 per_head, heads, together, pieces, round = 0, part = 0;
+  bool paired;
 
   METHOD explicit Tiles(P const& p) : p(p) {
-    constexpr i64 cache_bytes = 24 << 20;
+    constexpr i64 cache_bytes = 32 << 20;
     const i64 bytes = (i64)p.seq_kv * (C::head_dim + C::head_dim_v) * (i64)sizeof(typename C::Element);
     const i64 heads_kv = base::most<i64>(1, cache_bytes / base::most<i64>(1, bytes));
     per_head = base::ceil_div((i32)p.seq_q, C::block_m);
+    paired = C::causal && (per_head % 2 == 0 || per_head > 32);
     heads = (i32)(p.batch * p.heads_q);
     together = (i32)base::least<i64>(heads, heads_kv * (p.heads_q / p.heads_kv));
-    count = heads * per_head;
+    pieces = paired ? base::ceil_div(per_head, 2) : per_head;  // of a head
   }
 
-  METHOD bool more() const { return index() < count; }
-  METHOD void next() { ++round; }
+  METHOD bool more() const { return index() < heads * pieces; }
+  METHOD void next() {
+    if (paired && part == 0 && 2 * rank() + 1 < per_head)
+      part = 1;
+    else
+      part = 0, ++round;
+  }
   METHOD QueryBlock tile() const {
-    const i32 section = index() / (together * per_head), rest = index() % (together * per_head);
-    const i32 here = base::least(together, heads - section * together), head = section * together + rest % here;
+    const i32 head = section() * together + rest() % here();
     QueryBlock b;
     b.split = 0;
     b.batch = head / (i32)p.heads_q;
     b.head = head % (i32)p.heads_q;
     b.head_kv = b.head / (i32)(p.heads_q / p.heads_kv);
-    b.first = (per_head - 1 - rest / here) * C::block_m;
+    b.first = (part ? rank() : per_head - 1 - rank()) * C::block_m;
     b.rows = base::least(C::block_m, (i32)p.seq_q - b.first);
     return b;
   }
@@ -43,8 +50,12 @@ struct Tiles {
  private:
   METHOD i32 index() const {
     const i32 blocks = (i32)ptx::block_count(), mine = (i32)ptx::block_index();
-    return round * blocks + (round % 2 ? blocks - 1 - mine : mine);
+    return round * blocks + (C::causal && !paired && round % 2 ? blocks - 1 - mine : mine);
   }
+  METHOD i32 section() const { return index() / (together * pieces); }
+  METHOD i32 rest() const { return index() % (together * pieces); }
+  METHOD i32 here() const { return base::least(together, heads - section() * together); }
+  METHOD i32 rank() const { return rest() / here(); }  // of the piece in its head
 };
 
 }  // namespace attn
