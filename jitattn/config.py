@@ -9,7 +9,7 @@ __all__ = ["KernelConfig", "KernelName"]
 
 KernelName = Literal[
     "forward", "forward_warpgroups", "combine", "largest", "largest_backward", "delta", "backward",
-    "backward_warpgroups", "grad_query", "store_grad_query", "reduce_grad_query",
+    "backward_warpgroups", "backward_wide", "grad_query", "store_grad_query", "reduce_grad_query",
 ]  # fmt: skip
 
 

@@ -146,6 +146,7 @@ FORWARD_BY_BOXES = replace(
         Boxes("q", "heads_q", "seq_q", "head_dim", "block_m"),
         Boxes("k", "heads_kv", "seq_kv", "head_dim", "block_n"),
         Boxes("v", "heads_kv", "seq_kv", "head_dim_v", "block_n"),
+        Boxes("out", "heads_q", "seq_q", "head_dim_v", 64),
     ),
 )
 

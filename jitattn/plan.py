@@ -115,6 +115,7 @@ def _fits(row: dict[str, Any], problem: Problem, target: Target) -> bool:
     return (
         target.arch in row.get("archs", (target.arch,))
         and (largest is None or max(problem.head_dim, problem.head_dim_v) <= largest)
+        and problem.head_dim >= row.get("min_head_dim", 0)
         and problem.dtype in row.get("dtypes", (problem.dtype,))
         and row.get("causal", problem.causal) == problem.causal
         and row.get("deterministic", problem.deterministic) == problem.deterministic
@@ -122,7 +123,7 @@ def _fits(row: dict[str, Any], problem: Problem, target: Target) -> bool:
     )
 
 
-_BY_BOXES = {"forward_warpgroups", "backward_warpgroups"}
+_BY_BOXES = {"forward_warpgroups", "backward_warpgroups", "backward_wide"}
 
 
 def _moves_by_boxes(problem: Problem) -> bool:
@@ -311,7 +312,7 @@ def _gpu_rows_step(
     return Step(_gpu_config(kernel, problem, tile, vector, **constants), blocks)
 
 
-_MASKED = {"forward", "forward_warpgroups", "backward", "backward_warpgroups", "grad_query"}
+_MASKED = {"forward", "backward", "grad_query"} | _BY_BOXES
 
 
 def _gpu_config(

@@ -31,6 +31,7 @@ _KERNELS = {
     "delta": ("attn/delta.h", "Delta", params.BACKWARD),
     "backward": ("attn/backward.h", "Backward", params.BACKWARD),
     "backward_warpgroups": ("attn/backward_warpgroups.h", "BackwardWarpgroups", params.BACKWARD_BY_BOXES),
+    "backward_wide": ("attn/backward_wide.h", "BackwardWide", params.BACKWARD_BY_BOXES),
     "grad_query": ("attn/grad_query.h", "GradQuery", params.BACKWARD),
     "store_grad_query": ("attn/store_grad_query.h", "StoreGradQuery", params.BACKWARD),
     "reduce_grad_query": ("attn/reduce.h", "ReduceGradQuery", params.BACKWARD),
@@ -125,10 +126,13 @@ class _Flattening:
 
 
 def _wgmma_shapes(config: KernelConfig) -> list[str]:
-    """The products' columns: scores, and the head dims of sums; of a backward pass, whose scores lie the other way,
-    also 64 columns of dQ, which warpgroups share."""
+    """The products' columns: those of scores, in a backward pass query rows, and the parts of head dims that sums have."""
     heads = {-(-dim // 16) * 16 for dim in (config.head_dim, config.head_dim_v)}
-    columns = heads | ({config.block_n} if config.kernel == "forward_warpgroups" else {config.block_m, 64})
+    columns = {
+        "forward_warpgroups": {config.block_n} | heads,
+        "backward_warpgroups": {config.block_m, 64} | heads,
+        "backward_wide": {config.block_m // 2, 64, 128},
+    }[config.kernel]
     return ["namespace ptx {", *wgmma.functions(_ELEMENTS[config.dtype], columns), "}"]
 
 

@@ -136,7 +136,7 @@ def _problems(kernel: str, row: dict[str, Any], on: Target) -> Iterator[Problem]
     if kernel in ("forward", "forward_warpgroups", "largest", "combine"):
         return
     yield replace(problem, direction="backward")
-    if kernel == "backward" and "deterministic" not in row:
+    if kernel.startswith("backward") and "deterministic" not in row:
         yield replace(problem, direction="backward", deterministic=True)
 
 

@@ -75,7 +75,7 @@ def test_blocks_cover_every_row_and_key(on: target.Target, deterministic: bool) 
                 for step in made.steps:
                     heads, side = problem.batch * problem.heads_q, step.config.block_m
                     splits = made.splits if step.config.kernel == "forward" else 1
-                    if step.config.kernel in ("backward", "backward_warpgroups"):
+                    if step.config.kernel in ("backward", "backward_warpgroups", "backward_wide"):
                         heads, side = problem.batch * problem.heads_kv, step.config.block_n
                     blocks = splits * heads * -(-length // side)
                     if step.config.kernel == "forward_warpgroups":  # whose blocks take several
@@ -219,7 +219,7 @@ def test_rows_are_in_an_order_in_which_each_is_reached(name: str) -> None:
                 head_dim=row["max_head_dim"],
                 causal=row.get("causal", True),
                 deterministic=row.get("deterministic", False),
-                alignment=16 if row.get("kernel") == "forward_warpgroups" else 8,
+                alignment=16 if row.get("kernel") in plan._BY_BOXES else 8,
             )
             mine = [on for on in TARGETS if on.table == name and plan._fits(row, problem, on)]
             if not mine and "goes_on" in plan._table(name):

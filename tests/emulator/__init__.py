@@ -11,12 +11,13 @@ do. A text is assembled for the emulator by putting its folder first:
                  seed=1, race_check=True)
 
 or written by hand with `#include "launch.h"` (tests/test_emulator.py has many). For whole plans on tensors see
-tests/emulator/attention.py.
+tests/emulator/attention.py. Kernels for Hopper's copy engine and warpgroup products (kernel_src/arch/sm90) run as well;
+what a driver would write into their tensor maps comes from boxes.py.
 
 An error of a kernel raises EmulatorError: accesses that are misaligned, or outside of shared memory and the regions (of
 plain loads and stores too); warps that diverge at a collective operation; deadlocks; faults of the processor; with
 `race_check` accesses to shared memory that no barrier orders, at twice the time. What shared memory has before it is
-written, and where a copy_async is under way, is NaN.
+written, and where a copy is under way, is NaN, and so are the sums of products that were not waited for.
 
 Not emulated: time, caches, other blocks at the same time (blocks run one after the other), bank conflicts, registers.
 """

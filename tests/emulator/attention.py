@@ -19,13 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jitattn import launch, params
+from jitattn import launch, params, source
 from jitattn.config import KernelConfig
 from jitattn.plan import Plan, make_plan
 from jitattn.problem import Problem
 from jitattn.target import Target, parse
 
 from . import assemble, region, run
+from .boxes import tensor_map
 
 __all__ = ["Emulated"]
 
@@ -105,17 +106,22 @@ class Emulated:
         if plan.workspace_bytes:
             written = written | {"workspace": _poison(torch.float32, plan.workspace_bytes // 4)}
         tensors = read | written
-        addresses = (tensors[name].data_ptr() if name in tensors else 0 for name in table.pointers)
+        addresses = [tensors[name].data_ptr() if name in tensors else 0 for name in table.pointers]
         strides = {name: x.stride() for name, x in tensors.items() if x.dim() == 4}
-        constants = table.parameters(launch._values(problem, strides) | {"splits": plan.splits})
+        values = launch._values(problem, strides) | {"splits": plan.splits}
         pointers = table.pack_pointers().pack(*addresses)
         regions = [region(name, x) for name, x in read.items()]
         regions += [region(name, x, writable=True) for name, x in written.items()]
         for step in plan.steps:
             self.ran.append(step.config)
             text = assemble(step.config, self.target)
-            parameters = pointers + constants[len(pointers) :]
-            run(text, parameters, step.blocks, regions, seed=self.seed, race_check=self.race_check)
+            of_kernel = source.table_of(step.config.kernel)
+            parameters = bytearray(of_kernel.parameters(values))
+            parameters[: len(pointers)] = pointers
+            for each in of_kernel.tensor_maps(step.config, values):
+                written_map = tensor_map(each, addresses[each.pointer])
+                parameters[each.offset : each.offset + len(written_map)] = written_map
+            run(text, bytes(parameters), step.blocks, regions, seed=self.seed, race_check=self.race_check)
 
 
 class _Function(torch.autograd.Function):

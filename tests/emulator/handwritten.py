@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import region, run
+from jitattn import params as parameters
 
-__all__ = ["launch"]
+from . import region, run
+from .boxes import MAP_BYTES, tensor_map
+
+__all__ = ["box_map", "launch"]
 
 _POINTERS = {
     torch.float32: "float*",
@@ -24,7 +27,13 @@ _POINTERS = {
 
 _TEXT = """\
 #include "base/types.h"
+struct alignas(64) TensorMap {{
+  char opaque[128];
+}};
 #include "ptx.h"
+#include "mbarrier.h"
+#include "tma.h"
+#include "wgmma.h"
 #include "launch.h"
 
 struct Config {{
@@ -35,7 +44,7 @@ struct Params {{
 }};
 struct Kernel {{
   struct Memory {{
-    alignas(16) char at[{shared_bytes}];
+    alignas(1024) char at[{shared_bytes}];
   }};
   static METHOD void run(i32 block, Memory& memory, Params const& p) {{
     const u32 thread = ptx::thread_index(), lane = thread % 32, warp = thread / 32;
@@ -51,13 +60,28 @@ JITATTN_ENTRY(Kernel, Params)
 
 def launch(
     body: str, *, warps: int = 1, shared_bytes: int = 4096, blocks: int = 1, inputs: str = "", seed: int = 0,
-    race_check: bool = False, flags: Sequence[str] = (), **tensors: Tensor,
+    race_check: bool = False, flags: Sequence[str] = (), boxes: Mapping[str, int] | None = None, **tensors: Tensor,
 ) -> None:  # fmt: skip
     """Run a kernel whose body has `thread`, `lane`, `warp`, `block`, `shared` (the address of its memory) and `p.NAME`
-    for every tensor; those named in `inputs` may not be written."""
-    params = "\n  ".join(f"{_POINTERS[x.dtype]} {name};" for name, x in tensors.items())
-    text = _TEXT.format(warps=warps, shared_bytes=shared_bytes, params=params, body=body)
+    for every tensor; those named in `inputs` may not be written. For those in `boxes`, of so many rows, there is a
+    tensor map `p.NAME_map`."""
+    maps = {name: box_map(tensors[name], rows) for name, rows in (boxes or {}).items()}
+    members = [f"{_POINTERS[x.dtype]} {name};" for name, x in tensors.items()] + [f"TensorMap {x}_map;" for x in maps]
+    text = _TEXT.format(warps=warps, shared_bytes=shared_bytes, params="\n  ".join(members), body=body)
     options: dict[str, Any] = {"seed": seed, "race_check": race_check, "flags": flags}
     regions = [region(name, x, writable=name not in inputs.split()) for name, x in tensors.items()]
     pointers = struct.pack(f"={len(tensors)}Q", *(x.data_ptr() for x in tensors.values()))
-    run(text, pointers, blocks, regions, **options)
+    padding = bytes(-len(pointers) % 64 if maps else 0)
+    packed = b"".join(tensor_map(each, tensors[name].data_ptr()).ljust(MAP_BYTES, b"\0") for name, each in maps.items())
+    run(text, pointers + padding + packed, blocks, regions, **options)
+
+
+def box_map(x: Tensor, rows: int) -> parameters.TensorMap:
+    """A tensor, (S, D) or more dimensions, copied by boxes of so many rows."""
+    x = x[(None,) * (4 - x.dim())]
+    size = x.element_size()
+    batch, heads, length, width = x.shape
+    return parameters.TensorMap(
+        pointer=0, offset=0, dtype=str(x.dtype).removeprefix("torch."), sizes=(width, length, heads, batch),
+        stride_bytes=(x.stride(2) * size, x.stride(1) * size, x.stride(0) * size), box=(128 // size, rows),
+    )  # fmt: skip

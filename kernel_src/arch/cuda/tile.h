@@ -9,6 +9,8 @@ namespace arch {
 template <i32 down_, i32 across_>
 struct Warps {
   static constexpr i32 down = down_, across = across_;
+  static METHOD i32 row_part() { return warp() / across; }
+  static METHOD i32 column_part() { return warp() % across; }
 };
 
 // Columns that a matrix of head-dim rows has: whole operands for each of the warps side by side.
@@ -18,15 +20,16 @@ constexpr i32 columns(i32 head_dim) {
 }
 
 // A float32 matrix in the registers of a block, each warp holding a rectangle of it.
-template <class W, i32 rows, i32 columns>
+template <class W, i32 rows_, i32 columns_>
 struct Matrix {
+  static constexpr i32 rows = rows_, columns = columns_;
   static constexpr i32 warp_rows = rows / W::down, warp_columns = columns / W::across;
   static constexpr i32 m_tiles = warp_rows / 16, n_tiles = warp_columns / 8;
   static_assert(warp_rows % 16 == 0 && warp_columns % 16 == 0, "a warp's part must be whole operands");
   float at[m_tiles][n_tiles][4];
 
-  static METHOD i32 first_row() { return warp() / W::across * warp_rows; }
-  static METHOD i32 first_column() { return warp() % W::across * warp_columns; }
+  static METHOD i32 first_row() { return W::row_part() * warp_rows; }
+  static METHOD i32 first_column() { return W::column_part() * warp_columns; }
   // Where element e of tile (i, j) of this lane stands.
   static METHOD i32 row(i32 i, i32 e) { return first_row() + i * 16 + e / 2 * 8 + lane() / 4; }
   static METHOD i32 column(i32 j, i32 e) { return first_column() + j * 8 + lane() % 4 * 2 + e % 2; }

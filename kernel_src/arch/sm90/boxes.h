@@ -26,11 +26,17 @@ struct BoxedRows {
     for (i32 box = 0; box < boxes; ++box)
       ptx::tma_load(address() + box * box_bytes, map, mbarrier, box * box_columns, row, head, batch);
   }
-  // Starts to write `part_rows` rows from `row` on, the boxes of the map having as many.
+  // Starts to write rows from `row` on, as many as the map's boxes have, or of these rows some of the boxes.
   METHOD void store(TensorMap const& map, i32 row, i32 to_row, i32 head, i32 batch) const {
+    store<boxes>(map, 0, row, to_row, head, batch);
+  }
+  template <i32 count>
+  METHOD void store(TensorMap const& map, i32 first_box, i32 row, i32 to_row, i32 head, i32 batch) const {
 #pragma unroll
-    for (i32 box = 0; box < boxes; ++box)
+    for (i32 i = 0; i < count; ++i) {
+      const i32 box = first_box + i;
       ptx::tma_store(map, address() + box * box_bytes + row * row_bytes, box * box_columns, to_row, head, batch);
+    }
   }
 
   // Rows from a multiple of 8 on, for products that contract columns; `along` gives what one step takes of them.
@@ -44,11 +50,10 @@ struct BoxedRows {
   }
   static METHOD u64 across(u64 columns_from, i32 step) { return columns_from + (u64)(step * 16 * row_bytes >> 4); }
 
-  // Puts the elements of a warp's 16 rows, converted and row for row multiplied by factor(slot).
+  // Puts a matrix in its place, converted and row for row multiplied by factor(slot).
   template <class M, class F>
   METHOD void put(M const& from, F factor) {
-    static_assert(M::m_tiles == 1, "");
-    const Place to = place(M::first_row());
+    const Place<M> to = place<M>();
 #pragma unroll
     for (i32 j = 0; j < M::n_tiles; ++j)
 #pragma unroll
@@ -56,28 +61,35 @@ struct BoxedRows {
         ptx::store_shared(to.at(j, slot), pack(E{}, from.at[0][j][2 * slot] * factor(slot),
                                                from.at[0][j][2 * slot + 1] * factor(slot)));
   }
-  // The same of 16 rows from `row` on that are left operands.
-  template <i32 operands>
-  METHOD void put(const Operand<E> (&from)[operands], i32 row) {
-    const Place to = place(row);
+  // The same of what has been made left operands of a matrix M.
+  template <class M>
+  METHOD void put_operands(const Operand<E> (&from)[M::n_tiles / 2]) {
+    const Place<M> to = place<M>();
 #pragma unroll
-    for (i32 i = 0; i < operands; ++i)
+    for (i32 i = 0; i < M::n_tiles / 2; ++i)
 #pragma unroll
       for (i32 word = 0; word < 4; ++word) ptx::store_shared(to.at(2 * i + word / 2, word % 2), from[i].word[word]);
   }
 
  private:
   // Where this lane's neighbouring elements of 8 columns lie, of its row (slot 0) and that 8 further (slot 1).
+  template <class M>
   struct Place {
+    static_assert(M::m_tiles == 1, "");
+    // Columns of a warp begin with a box, or share one with other warps'.
+    static constexpr bool whole_boxes = M::warp_columns % box_columns == 0 || M::warp_columns == M::columns;
     u32 row, swizzle;
     METHOD u32 at(i32 tile, i32 slot) const {
-      return row + ((u32)(tile % 8 * 16) ^ swizzle) + tile / 8 * box_bytes + slot * 8 * row_bytes;
+      const u32 first = whole_boxes ? 0 : (u32)M::first_column() / 8;
+      return row + (((first + tile) % 8 * 16) ^ swizzle) + tile / 8 * box_bytes + slot * 8 * row_bytes;
     }
   };
   // Worked out here and now: as constants of an outer loop places would fill registers all through it.
-  METHOD Place place(i32 first_row) const {
+  template <class M>
+  METHOD Place<M> place() const {
     const u32 lane = ptx::here_and_now((u32)arch::lane());
-    return {address() + (first_row + lane / 4) * row_bytes + lane % 4 * 4, lane / 4 * 16};
+    const i32 box = M::first_column() / box_columns;
+    return {address() + box * box_bytes + (M::first_row() + lane / 4) * row_bytes + lane % 4 * 4, lane / 4 * 16};
   }
 };
 

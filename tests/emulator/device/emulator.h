@@ -13,6 +13,12 @@ struct Floats4 {
 
 enum class Format { bf16, f16, f16_k8 };
 
+struct WarpgroupProduct {
+  Format format;
+  u32 columns;
+  bool add, may_add, a_in_registers, a_by_rows, b_by_rows;
+};
+
 // A thread has one of each for its whole life.
 __attribute__((const)) u32 thread_index();
 __attribute__((const)) u32 block_index();
@@ -45,5 +51,32 @@ u16 f16_of(float x);
 float float_of_f16(u16 x);
 
 Floats4 multiply_add(const char* name, Format format, Floats4 c, Words4 a, Words2 b);
+
+// ---- sm_90a
+
+u32 block_count();
+void arrive_some(u32 barrier, u32 threads);
+
+void mbarrier_init(u32 barrier, u32 count);
+void fence_mbarrier_init();
+void mbarrier_arrive(u32 barrier);
+void mbarrier_arrive_expect_tx(u32 barrier, u32 bytes);
+void mbarrier_wait_parity(u32 barrier, u32 parity);
+void fence_proxy_async();
+void set_registers(const char* name, u32 count);
+
+void prefetch_tensormap(const void* map);
+void tma_load(u32 to, const void* map, u32 barrier, i32 x, i32 y, i32 z, i32 w);
+void bulk_load(u32 to, const void* from, u32 bytes, u32 barrier);
+void tma_store(const void* map, u32 from, i32 x, i32 y, i32 z, i32 w);
+void tma_stores_commit();
+void tma_stores_wait(u32 pending);
+
+// Here registers do not travel by value: they stay the product's until it is waited for. `a_in_shared` is for products
+// whose left side is not in registers.
+void multiply_async(WarpgroupProduct product, float* d, const u32* a, u64 a_in_shared, u64 b);
+void wgmma_fence();
+void wgmma_commit();
+void wgmma_wait(u32 pending);
 
 }  // namespace emulator

@@ -44,13 +44,19 @@ struct Copy {
   const char* from;
 };
 
+// Something that threads sleep until.
+struct Event {
+  virtual string waiting() const = 0;  // what a thread does that sleeps, for messages
+};
+
 struct Thread {
-  enum State { runs, meets, waits, ended };
+  enum State { runs, meets, waits, sleeps, ended };
   Fiber fiber;
   u32 index;
   State state;
   const char* operation;  // that it meets its warp in
   u32 barrier;            // that it waits at
+  const Event* awaited;   // that it sleeps until
   vector<vector<Copy>> groups;
   vector<Copy> open;  // copies that are in no group yet
 };
@@ -71,6 +77,8 @@ struct Warp {
 
 struct Barrier {
   u32 threads, arrived;
+  u32 passing;           // a bit for each warp that arrived and did not wait
+  vector<u32> arrivals;  // what those bring: see Race::View
 };
 
 struct Random {
@@ -102,6 +110,7 @@ struct Block {
   u32 patience;  // of meetings after which another warp may take over, one in so many; 0: none
   char *stacks, *stacks_end;
   bool failed;
+  alignas(64) char params[4096];  // the most that a kernel may have
 };
 
 inline Block block;

@@ -5,6 +5,8 @@
 #include "order.h"
 #include "plain.h"
 #include "products.h"
+#include "tma.h"
+#include "wgmma.h"
 
 extern "C" __attribute__((visibility("default"))) int emulator_run(const engine::Launch* launch) {
   engine::run(*launch);
@@ -31,10 +33,13 @@ void sync_warp() {
   const u32 warp = engine::warp_of(block.current->index);
   meet("sync_warp", {}, [&](auto&, auto&) { race.order_warp(warp); });
 }
-void sync_some(u32 barrier, u32 threads) {
-  if (barrier == 0 || barrier > 15) fail_here(text("sync_some(%u): barriers 1 to 15 are to be had", barrier));
+static void check_barrier(const char* name, u32 barrier, u32 threads) {
+  if (barrier == 0 || barrier > 15) fail_here(text("%s(%u): barriers 1 to 15 are to be had", name, barrier));
   if (threads == 0 || threads % lanes || threads > block.thread_count)
-    fail_here(text("sync_some for %u of %u threads: whole warps meet", threads, block.thread_count));
+    fail_here(text("%s for %u of %u threads: whole warps meet", name, threads, block.thread_count));
+}
+void sync_some(u32 barrier, u32 threads) {
+  check_barrier("sync_some", barrier, threads);
   engine::wait_at(barrier, threads);
 }
 
@@ -70,7 +75,7 @@ Words4 load_shared(u32 from, u32 size) {
 }
 void store_shared(u32 to, Words4 x, u32 size) {
   const u32 offset = shared.check("store_shared", to, size);
-  race.write(offset, size, "store_shared");
+  engine::note_write(offset, size, "store_shared");
   memcpy(shared.begin + offset, &x, size);
 }
 Words4 load_matrices(const char* name, u32 row, bool transposed) {
@@ -133,6 +138,68 @@ Floats4 multiply_add(const char* name, Format format, Floats4 c, Words4 a, Words
   });
   memcpy(&c, &out, 16);
   return c;
+}
+
+// ---- sm_90a
+
+u32 block_count() { return (u32)block.launch->blocks; }
+void arrive_some(u32 barrier, u32 threads) {
+  check_barrier("arrive_some", barrier, threads);
+  meet("arrive_some", {{barrier, threads}},
+       [](const Exchange(&in)[lanes], Words4(&)[lanes]) { engine::pass_by(in[0].word[0], in[0].word[1]); });
+}
+
+void mbarrier_init(u32 barrier, u32 count) { engine::init_mbarrier(barrier, count); }
+void fence_mbarrier_init() { engine::fence_mbarriers(); }
+void mbarrier_arrive(u32 barrier) { engine::arrive_at("mbarrier_arrive", barrier, 0); }
+void mbarrier_arrive_expect_tx(u32 barrier, u32 bytes) {
+  engine::arrive_at("mbarrier_arrive_expect_tx", barrier, bytes);
+}
+void mbarrier_wait_parity(u32 barrier, u32 parity) { engine::wait_for_parity(barrier, parity); }
+void fence_proxy_async() {
+  engine::traffic.fence();
+  engine::fence_mbarriers();
+}
+void set_registers(const char* name, u32 count) {
+  meet(name, {}, [&](auto&, auto&) { engine::set_registers(name, count); });
+}
+
+void prefetch_tensormap(const void* map) { engine::TensorMap::of("prefetch_tensormap", map); }
+void tma_load(u32 to, const void* map, u32 barrier, i32 x, i32 y, i32 z, i32 w) {
+  engine::begin_load_of_box(to, map, barrier, {x, y, z, w});
+}
+void bulk_load(u32 to, const void* from, u32 bytes, u32 barrier) {
+  engine::begin_load_of_bytes(to, static_cast<const char*>(from), bytes, barrier);
+}
+void tma_store(const void* map, u32 from, i32 x, i32 y, i32 z, i32 w) { engine::begin_store(map, from, {x, y, z, w}); }
+void tma_stores_commit() { engine::commit_stores(); }
+void tma_stores_wait(u32 pending) { engine::wait_for_stores(pending); }
+
+void multiply_async(WarpgroupProduct product, float* d, const u32* a, u64 a_in_shared, u64 b) {
+  if (product.add && !product.may_add) fail_here("wgmma adds now, but may not `add`");
+  Exchange in = {};
+  memcpy(in.word, &d, 8);
+  if (product.a_in_registers)
+    memcpy(in.word + 2, a, 16);
+  else
+    memcpy(in.word + 2, &a_in_shared, 8);
+  memcpy(in.word + 6, &b, 8);
+  in.word[8] = product.columns << 8 | (u32)product.format << 4 | product.add << 3 | product.a_in_registers << 2 |
+               product.a_by_rows << 1 | product.b_by_rows;
+  memcpy(in.word + 10, &a, 8);
+  meet("wgmma", in, [&](const Exchange(&ins)[lanes], auto&) { engine::issue(product, ins); });
+}
+void wgmma_fence() {
+  meet("wgmma_fence", {}, [](auto&, auto&) { engine::fence_products(); });
+}
+void wgmma_commit() {
+  meet("wgmma_commit", {}, [](auto&, auto&) { engine::commit_products(); });
+}
+void wgmma_wait(u32 pending) {
+  meet("wgmma_wait", {{pending}}, [&](auto&, auto&) {
+    engine::own_warpgroup("wgmma_wait").take(engine::warp_in_group(), {"wgmma_wait", {pending}});
+  });
+  engine::wait_for_products(pending);
 }
 
 }  // namespace emulator

@@ -7,6 +7,8 @@
 #include <numeric>
 #include "memory.h"
 #include "order.h"
+#include "tma.h"
+#include "wgmma.h"
 
 namespace engine {
 
@@ -28,9 +30,13 @@ class Stacks {
 };
 
 inline void run_thread() {
-  block.launch->kernel(block.launch->params, shared.begin);
+  block.launch->kernel(block.params, shared.begin);
   stop(*block.current, Thread::ended);
-  if (--block.running == 0) Fiber::go(block.current->fiber, block.scheduler);
+  if (--block.running == 0) {
+    finish_mbarriers_and_transfers();
+    finish_warpgroups();
+    Fiber::go(block.current->fiber, block.scheduler);
+  }
   leave();
 }
 
@@ -41,6 +47,9 @@ inline void run_block(u32 index) {
   block.patience = patiences[block.random.below(4)];
   shared.start((u32)block.launch->shared_bytes);
   race.start(block.launch->race_check != 0, shared.bytes);
+  traffic.start(shared.bytes);
+  start_mbarriers_and_transfers();
+  start_warpgroups();
   for (Barrier& barrier : block.barriers) barrier = {};
   for (u32 i = 0; i < block.warp_count; ++i) {
     Warp& warp = block.warps[i];
@@ -103,6 +112,7 @@ inline void run(const Launch& launch) {
   block.thread_count = (u32)launch.threads;
   block.warp_count = block.thread_count / lanes;
   block.random.state = launch.seed;
+  memcpy(block.params, launch.params, (size_t)launch.params_bytes);
   const Stacks stacks;
   vector<u32> order((size_t)launch.blocks);
   std::iota(order.begin(), order.end(), 0u);

@@ -4,11 +4,12 @@
 #include <string.h>
 #include "block.h"
 #include "race.h"
+#include "traffic.h"
 
 namespace engine {
 
-// Shared addresses begin above 0, as they may on a GPU, aligned to no more than what kernels ask for.
-constexpr u32 shared_start = 1024 + 128;
+// Shared addresses begin above 0, as they do on a GPU, aligned to no more than what launch.h of the GPU asks for.
+constexpr u32 shared_start = 1024;
 constexpr u32 shared_room = 1 << 20;  // on either side, where nothing lies: accesses that are far out land there
 
 struct Shared {
@@ -31,15 +32,27 @@ struct Shared {
   u32 check(const char* name, u32 address, u32 size) const {
     if (address % size)
       fail_here(text("%s of %u bytes at shared address %#x, which is not aligned to them", name, size, address));
+    return check_range(name, address, size);
+  }
+  u32 check_range(const char* name, u32 address, u32 size) const {
     const u32 offset = address - shared_start;
-    if (address < shared_start || offset + size > bytes) {
+    if (address < shared_start || offset + size > bytes)
       fail_here(text("%s of %u bytes at byte %d of a shared memory of %u bytes", name, size, (int)offset, bytes));
-    }
     return offset;
+  }
+  // Where 16 bytes lie with 128-byte swizzle.
+  static u32 swizzled(u32 offset) {
+    const u32 address = offset + shared_start;
+    return (address ^ (address >> 7 & 7) << 4) - shared_start;
   }
 };
 
 inline Shared shared;
+
+inline void note_write(u32 offset, u32 size, const char* name, bool pending = false) {
+  traffic.write(offset, size, name);
+  race.write(offset, size, name, pending);
+}
 
 inline void check_global(const char* name, const void* at, u32 size, bool writes, bool aligned = true) {
   const uint64_t address = reinterpret_cast<uint64_t>(at), end = address + size;
@@ -72,7 +85,7 @@ inline void begin_copy(u32 to, const char* from, u32 size, u32 valid) {
   if (reinterpret_cast<uint64_t>(from) % size)
     fail_here(text("copy_async of %u bytes from global address %p, which is not aligned to them", size, (void*)from));
   if (valid) check_global("copy_async", from, valid, false, false);
-  race.write(offset, size, "copy_async", true);
+  note_write(offset, size, "copy_async", true);
   memset(shared.begin + offset, 0xff, size);
   block.current->open.push_back({offset, size, valid, from});
 }
@@ -96,6 +109,7 @@ inline void finish_groups(u32 pending) {
     memcpy(to, copy.from, copy.valid);
     memset(to + copy.valid, 0, copy.size - copy.valid);
     race.arrive(copy.to, copy.size);
+    traffic.write(copy.to, copy.size, "copy_async");
   }
 }
 

@@ -16,6 +16,7 @@ inline string states() {
                          : t.state == Thread::meets              ? text("in %s", t.operation)
                          : t.state == Thread::waits && t.barrier ? text("at sync_some(%u)", t.barrier)
                          : t.state == Thread::waits              ? "at sync_block"
+                         : t.state == Thread::sleeps             ? t.awaited->waiting()
                                                                  : "running";
     auto same = std::find_if(groups.begin(), groups.end(), [&](auto& group) { return group.first == doing; });
     if (same == groups.end()) same = groups.insert(groups.end(), {doing, {}});
@@ -47,8 +48,12 @@ inline void run(u32 warp, u32 place) {
   Fiber::go(left.fiber, next.fiber);
 }
 
+// Makes one of the copies that are under way, if there are any (tma.h).
+bool advance_a_transfer();
+
 inline void run_any_warp() {
-  const int warp = ready_warp();
+  int warp = ready_warp();
+  while (warp < 0 && advance_a_transfer()) warp = ready_warp();
   if (warp < 0) fail("deadlock: threads " + states());
   run((u32)warp, 0);
 }
@@ -66,6 +71,21 @@ inline void stop(Thread& thread, Thread::State why) {
   Warp& warp = block.warps[warp_of(thread.index)];
   thread.state = why;
   warp.ready &= ~(1u << warp.place[thread.index % lanes]);
+}
+
+inline void sleep_until(const Event& event) {
+  block.current->awaited = &event;
+  stop(*block.current, Thread::sleeps);
+  leave();
+}
+inline void wake(const Event& event) {
+  for (u32 i = 0; i < block.thread_count; ++i) {
+    Thread& thread = block.threads[i];
+    if (thread.state != Thread::sleeps || thread.awaited != &event) continue;
+    Warp& warp = block.warps[warp_of(i)];
+    thread.state = Thread::runs;
+    warp.ready |= 1u << warp.place[i % lanes];
+  }
 }
 
 // Gives another warp a turn now and then, so that warps drift apart as they do on a GPU.
@@ -102,15 +122,18 @@ inline Words4 meet(const char* operation, Exchange const& in, F complete) {
   return warp.out[lane];
 }
 
-inline void wait_at(u32 number, u32 threads) {
-  Thread& thread = *block.current;
+// ---- barriers 0 (of the whole block) to 15
+
+inline Barrier& barrier_for(u32 number, u32 threads) {
   Barrier& barrier = block.barriers[number];
   if (barrier.arrived && barrier.threads != threads)
     fail_here(text("sync_some(%u) for %u threads, while others wait there for %u", number, threads, barrier.threads));
   barrier.threads = threads;
-  thread.barrier = number;
-  stop(thread, Thread::waits);
-  if (++barrier.arrived < threads) return leave();
+  return barrier;
+}
+
+inline void complete_barrier(u32 number) {
+  Barrier& barrier = block.barriers[number];
   bool met[most_warps] = {};
   for (u32 i = 0; i < block.thread_count; ++i) {
     Thread& other = block.threads[i];
@@ -124,9 +147,32 @@ inline void wait_at(u32 number, u32 threads) {
     if (met[warp_of(i)]) block.threads[i].state = Thread::runs;
   for (u32 warp = 0; warp < block.warp_count; ++warp)
     if (met[warp]) block.warps[warp].ready = ~0u;
-  barrier.arrived = 0;
-  race.order(met);
+  barrier.arrived = barrier.passing = 0;
+  race.order(met, barrier.arrivals);
+}
+
+inline void wait_at(u32 number, u32 threads) {
+  Thread& thread = *block.current;
+  Barrier& barrier = barrier_for(number, threads);
+  thread.barrier = number;
+  stop(thread, Thread::waits);
+  if (++barrier.arrived < threads) return leave();
+  complete_barrier(number);
   run_any_warp();
+}
+
+// The current thread's whole warp arrives, and goes on.
+inline void pass_by(u32 number, u32 threads) {
+  Barrier& barrier = barrier_for(number, threads);
+  const u32 warp = warp_of(block.current->index);
+  if (barrier.passing >> warp & 1)
+    fail_here(text("arrive_some(%u): warp %u has arrived already, and the barrier is not complete", number, warp));
+  if (barrier.arrived + lanes > threads)
+    fail_here(text("arrive_some(%u): more than %u threads come to the barrier", number, threads));
+  barrier.passing |= 1u << warp;
+  barrier.arrived += lanes;
+  for (u32 i = 0; i < lanes; ++i) race.release(warp * lanes + i, barrier.arrivals);
+  if (barrier.arrived == threads) complete_barrier(number);
 }
 
 }  // namespace engine

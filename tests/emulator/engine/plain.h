@@ -9,8 +9,7 @@ inline void plain_access(const void* address, u32 size, bool writes, bool aligne
   const char* at = static_cast<const char*>(address);
   if (at >= block.stacks && at < block.stacks_end) return;
   const Launch& launch = *block.launch;
-  const char* params = static_cast<const char*>(launch.params);
-  if (!writes && at >= params && at + size <= params + launch.params_bytes) return;
+  if (!writes && at >= block.params && at + size <= block.params + launch.params_bytes) return;
   const char* name = writes ? "a plain store" : "a plain load";
   if (!shared.near(at)) return check_global(name, at, size, writes, aligned);
   const auto offset = at - shared.begin;
@@ -19,7 +18,7 @@ inline void plain_access(const void* address, u32 size, bool writes, bool aligne
   if (offset < 0 || offset + size > shared.bytes)
     fail_here(text("%s of %u bytes at byte %d of a shared memory of %u bytes", name, size, (int)offset, shared.bytes));
   if (writes)
-    race.write((u32)offset, size, name);
+    note_write((u32)offset, size, name);
   else
     race.read((u32)offset, size, name);
 }

@@ -73,24 +73,27 @@ struct Operands {
   }
 };
 
+// sums[n] += a[0 .. k) b[0 .. k)[n], where rows of b are `ld` apart.
+//
 // The tensor cores add a few exact products to a sum and cut off what does not fit a float32 (Fasi et al. 2021; Ootomo
 // and Yokota 2022): 8 products of 16-bit elements on sm_80, more at a time on newer ones. So does this, because
 // kernels must be good enough with such sums. Sums are exact here before they are cut.
+inline void add_products(double* __restrict__ sums, const double* a, const double* b, u32 k, u32 columns, u32 ld) {
+  constexpr u32 at_once = 8;
+  for (u32 first = 0; first < k; first += at_once) {
+    for (u32 i = first; i < first + at_once; ++i)
+      for (u32 n = 0; n < columns; ++n) sums[n] += a[i] * b[i * ld + n];
+    for (u32 n = 0; n < columns; ++n) sums[n] = cut(sums[n]);
+  }
+}
+
 template <emulator::Format format>
 void multiply_add(const Exchange (&in)[lanes], Words4 (&out)[lanes]) {
-  constexpr u32 at_once = 8;
   const Operands<format> x(in);
   double c[16][8];
   for (u32 lane = 0; lane < lanes; ++lane)
     for (u32 i = 0; i < 4; ++i) c[lane / 4 + i / 2 * 8][lane % 4 * 2 + i % 2] = real(in[lane].word[i]);
-  for (auto& row : c) {
-    const double* a = x.a[&row - c];
-    for (u32 first = 0; first < x.k; first += at_once) {
-      for (u32 i = first; i < first + at_once; ++i)
-        for (u32 n = 0; n < 8; ++n) row[n] += a[i] * x.b[i][n];
-      for (double& sum : row) sum = cut(sum);
-    }
-  }
+  for (u32 row = 0; row < 16; ++row) add_products(c[row], x.a[row], x.b[0], x.k, 8, 8);
   for (u32 lane = 0; lane < lanes; ++lane)
     for (u32 i = 0; i < 4; ++i) out[lane].word[i] = bits((float)c[lane / 4 + i / 2 * 8][lane % 4 * 2 + i % 2]);
 }

@@ -7,6 +7,7 @@
 #include "attn/tiles.h"
 #include "boxes.h"
 #include "ring.h"
+#include "roles.h"
 #include "store.h"
 
 namespace attn {
@@ -26,6 +27,8 @@ struct ForwardWarpgroups {
   using Sums = arch::Matrix<arch::Warps<Computing::warps, 1>, C::block_m, base::round_up(C::head_dim_v, 16)>;
   using PerRow = arch::PerRow<Computing, float>;
   using Softmax = OnlineSoftmax<Computing>;
+  // Where two blocks' queries fit, outputs leave from the place of the queries that they belong to.
+  static constexpr bool out_in_query = C::query_stages > 1 && C::head_dim_v <= C::head_dim;
 
   struct Memory {
     QueryRows query[C::query_stages];
@@ -36,22 +39,14 @@ struct ForwardWarpgroups {
 
   static METHOD void run(i32, Memory& memory, P const& p) {
     if (ptx::thread_index() == 0) {
-      for (auto& turn : memory.query_turn) turn.init(Computing::warps);
+      for (auto& turn : memory.query_turn) turn.init(out_in_query ? groups : Computing::warps);
       for (auto& turn : memory.keys_turn) turn.init(Computing::warps);
       for (auto& turn : memory.values_turn) turn.init(Computing::warps);
       ptx::fence_mbarrier_init();
     }
     ptx::sync_block();
-    const i32 group = (i32)ptx::shuffle(ptx::thread_index() / 128, 0);
-    if (group == groups) {
-      if constexpr (groups == 2) ptx::setmaxnreg_dec<24>();
-      if constexpr (groups == 3) ptx::setmaxnreg_dec<32>();
-      if (ptx::thread_index() == 128 * groups) bring(memory, p);
-    } else {
-      if constexpr (groups == 2) ptx::setmaxnreg_inc<240>();
-      if constexpr (groups == 3) ptx::setmaxnreg_inc<160>();
-      compute(memory, group, p);
-    }
+    arch::Roles<groups, C::blocks_per_unit>::split([&] { bring(memory, p); },
+                                                   [&](i32 group) { compute(memory, group, p); });
   }
 
  private:
@@ -183,7 +178,8 @@ struct ForwardWarpgroups {
         if (arch::any_changes(factor)) sums.each(factor, [](float f, i32, i32, float& x) { x *= f; });
         pack();
       }
-      if (arch::lane() == 0) m.query_turn[query.stage].leave();
+      if (!out_in_query && arch::lane() == 0) m.query_turn[query.stage].leave();
+      const i32 own_query = query.stage;
       work.next(), query.next();
       more = work.more();
       const auto before = at;
@@ -198,7 +194,7 @@ struct ForwardWarpgroups {
         ptx::wgmma_wait<0>();
       }
       sums_are_there(before);
-      finish(b, sums, softmax, p);
+      finish(m, own_query, b, group, sums, softmax, p);
       if constexpr (C::query_stages == 1) begin(more);
       ptx::wgmma_wait<0>();
     }
@@ -216,17 +212,33 @@ struct ForwardWarpgroups {
     });
   }
 
-  static METHOD void finish(QueryBlock const& b, Sums& sums, Softmax& softmax, P const& p) {
+  static METHOD void finish(Memory& m, i32 stage, QueryBlock const& b, i32 group, Sums& sums, Softmax& softmax,
+                            P const& p) {
     softmax.gather();
     PerRow lse;
     const PerRow inverse = softmax.finish(lse);
-    const auto out = rows_view(p.out, b.batch, p.out_batch, b.head, p.out_head, b.first, p.out_row, 1);
-    arch::store_rows<C::head_dim_v>(out, b.rows, sums, [&](i32 slot) { return inverse.slot[slot]; });
+    const auto factor = [&](i32 slot) { return inverse.slot[slot]; };
+    if constexpr (out_in_query) {
+      auto& out = reinterpret_cast<arch::BoxedRows<E, C::block_m, C::head_dim_v>&>(m.query[stage]);
+      out.put(sums, factor);
+      ptx::fence_proxy_async();
+      ptx::sync_some(own_barrier + group, 128);
+      if (ptx::thread_index() % 128 == 0) {
+        const i32 row = group * group_rows;
+        out.store(p.out_map, row, b.first + row, b.head, b.batch);
+        ptx::tma_stores_commit();
+        ptx::tma_stores_wait<0>();
+        m.query_turn[stage].leave();
+      }
+    } else {
+      const auto out = rows_view(p.out, b.batch, p.out_batch, b.head, p.out_head, b.first, p.out_row, 1);
+      arch::store_rows<C::head_dim_v>(out, b.rows, sums, factor);
+    }
     arch::store_per_row<Computing>(p.lse + ((i64)b.batch * p.heads_q + b.head) * p.seq_q + b.first, lse, b.rows);
   }
 
   // The warpgroups give the tensor cores their work in turns: while one waits for its products, another computes.
-  static constexpr u32 turn_barrier = 1;
+  static constexpr u32 turn_barrier = 1, own_barrier = turn_barrier + groups;
   static METHOD void wait_turn(i32 group) { ptx::sync_some(turn_barrier + group, 256); }
   static METHOD void pass_turn(i32 group) {
     ptx::arrive_some(turn_barrier + (group + 1 == groups ? 0 : group + 1), 256);

@@ -7,55 +7,70 @@
 
 namespace attn {
 
-// Heads whose keys and values fit into the second-level cache together go together. Under a causal mask the last rows
-// see the most keys: two blocks of rows from both ends of a head, which take as long as any other two, are dealt out as
-// one piece, or where a head has few and they do not go up, the last of all heads first and every other round in the
-// opposite order.
+// Pieces are dealt out in turns. Without a mask a piece is a block of rows, and those of a head are neighbours. Under a
+// causal mask the last rows see the most keys: a piece is two blocks from both ends of a head, which take as long as any
+// other two. Where a head has few, an odd number of them, the last blocks of all heads whose keys and values the
+// second-level cache holds together come first, and every other round is dealt out in the opposite order.
 template <class C, class P>
 struct Tiles {
-  P const& p;
-  i32 per_head, heads, together, pieces, round = 0, part = 0;
-  bool paired;
-
   METHOD explicit Tiles(P const& p) : p(p) {
-    constexpr i64 cache_bytes = 32 << 20;
-    const i64 bytes = (i64)p.seq_kv * (C::head_dim + C::head_dim_v) * (i64)sizeof(typename C::Element);
-    const i64 heads_kv = base::most<i64>(1, cache_bytes / base::most<i64>(1, bytes));
-    per_head = base::ceil_div((i32)p.seq_q, C::block_m);
-    paired = C::causal && (per_head % 2 == 0 || per_head > 32);
-    heads = (i32)(p.batch * p.heads_q);
-    together = (i32)base::least<i64>(heads, heads_kv * (p.heads_q / p.heads_kv));
-    pieces = paired ? base::ceil_div(per_head, 2) : per_head;  // of a head
+    const u32 blocks = base::ceil_div((u32)p.seq_q, (u32)C::block_m);
+    heads = (u32)(p.batch * p.heads_q);
+    paired = C::causal && (blocks % 2 == 0 || blocks > 32);
+    per_head = paired ? base::ceil_div(blocks, 2u) : blocks;
+    together = C::causal && !paired ? heads_together() : 1;
+    find();
   }
 
-  METHOD bool more() const { return index() < heads * pieces; }
-  METHOD void next() {
-    if (paired && part == 0 && 2 * rank() + 1 < per_head)
-      part = 1;
-    else
-      part = 0, ++round;
-  }
+  METHOD bool more() const { return found; }
   METHOD QueryBlock tile() const {
-    const i32 head = section() * together + rest() % here();
+    const u32 blocks = base::ceil_div((u32)p.seq_q, (u32)C::block_m);
     QueryBlock b;
     b.split = 0;
-    b.batch = head / (i32)p.heads_q;
-    b.head = head % (i32)p.heads_q;
-    b.head_kv = b.head / (i32)(p.heads_q / p.heads_kv);
-    b.first = (part ? rank() : per_head - 1 - rank()) * C::block_m;
+    b.batch = (i32)(head / (u32)p.heads_q);
+    b.head = (i32)(head - (u32)b.batch * (u32)p.heads_q);
+    b.head_kv = (i32)((u32)b.head / ((u32)p.heads_q / (u32)p.heads_kv));
+    b.first = (i32)(second ? rank : blocks - 1 - rank) * C::block_m;
     b.rows = base::least(C::block_m, (i32)p.seq_q - b.first);
     return b;
   }
+  METHOD void next() {
+    if (paired && !second && 2 * rank + 1 < base::ceil_div((u32)p.seq_q, (u32)C::block_m)) {
+      second = true;
+      return;
+    }
+    second = false;
+    ++round;
+    find();
+  }
 
  private:
-  METHOD i32 index() const {
-    const i32 blocks = (i32)ptx::block_count(), mine = (i32)ptx::block_index();
-    return round * blocks + (C::causal && !paired && round % 2 ? blocks - 1 - mine : mine);
+  P const& p;
+  u32 heads, per_head, together;  // per_head: pieces
+  u32 round = 0, head, rank;      // rank: of the piece in its head
+  bool paired, found, second = false;
+
+  METHOD void find() {
+    const u32 blocks = ptx::block_count(), mine = ptx::block_index();
+    u32 index = round * blocks + (together > 1 && round % 2 ? blocks - 1 - mine : mine);
+    found = index < heads * per_head;
+    if (!found) return;
+    if (!C::causal || together == 1) {
+      head = index / per_head;
+      rank = index - head * per_head;
+    } else {
+      const u32 section = index / (together * per_head);
+      index -= section * together * per_head;
+      const u32 here = base::least(together, heads - section * together);
+      rank = index / here;
+      head = section * together + index - rank * here;
+    }
   }
-  METHOD i32 section() const { return index() / (together * pieces); }
-  METHOD i32 rest() const { return index() % (together * pieces); }
-  METHOD i32 here() const { return base::least(together, heads - section() * together); }
-  METHOD i32 rank() const { return rest() / here(); }  // of the piece in its head
+  METHOD u32 heads_together() const {
+    constexpr i64 cache_bytes = 32 << 20;
+    const i64 bytes = (i64)p.seq_kv * (C::head_dim + C::head_dim_v) * (i64)sizeof(typename C::Element);
+    return (u32)base::least<i64>(heads, base::most<i64>(1, cache_bytes / bytes) * (p.heads_q / p.heads_kv));
+  }
 };
 
 }  // namespace attn

@@ -1,0 +1,52 @@
+// Warpgroups in two roles: the first `groups` compute, the last one brings what they need and hands them registers.
+#pragma once
+#include "base/math.h"
+#include "mbarrier.h"
+#include "tile.h"
+
+namespace arch {
+
+template <i32 groups, i32 blocks_per_unit>
+struct Roles {
+  static constexpr i32 threads = 128 * (groups + 1);
+  // Registers are handed out in eights; a thread begins with an even share of all 2^16.
+  static constexpr i32 even = base::least(65536 / blocks_per_unit / threads, 255) / 8 * 8;
+  static constexpr i32 bringing = groups == 3 ? 32 : 24;
+  static constexpr i32 computing = base::least((even * (groups + 1) - bringing) / groups, 255) / 8 * 8;
+
+  // Which warpgroup a thread is in, known to be the same for all of a warp.
+  static METHOD i32 group() { return (i32)ptx::shuffle(ptx::thread_index() / 128, 0); }
+
+  // The one thread that brings does so, the others compute.
+  template <class Bring, class Compute>
+  static METHOD void split(Bring bring, Compute compute) {
+    const i32 mine = group();
+    if (mine == groups) {
+      ptx::setmaxnreg_dec<bringing>();
+      if (ptx::thread_index() == 128 * groups) bring();
+    } else {
+      ptx::setmaxnreg_inc<computing>();
+      compute(mine);
+    }
+  }
+};
+
+// One of two types.
+template <bool first, class A, class B>
+struct Either {
+  using Type = A;
+};
+template <class A, class B>
+struct Either<false, A, B> {
+  using Type = B;
+};
+
+// Four warps down, as a warpgroup has its rows, and warpgroups side by side.
+template <i32 across_>
+struct WarpgroupsAcross {
+  static constexpr i32 down = 4, across = across_;
+  static METHOD i32 row_part() { return warp() % 4; }
+  static METHOD i32 column_part() { return warp() / 4; }
+};
+
+}  // namespace arch
