@@ -131,6 +131,7 @@ def describe(
         diagonal=seq_kv - seq_q if causal == "bottom_right" else 0,
         scale=1 / math.sqrt(head_dim) if scale is None else float(scale),
         alignment=_alignment(bits, q, k, v),
+        repeats=_repeats(q, k, v),
         deterministic=_is_deterministic() if deterministic is None else deterministic,
     )
 
@@ -146,6 +147,11 @@ def _alignment(bits: int, *tensors: Tensor) -> int:
                 bits |= stride[i] * x.element_size()
     bits |= 16
     return bits & -bits
+
+
+def _repeats(*tensors: Tensor) -> bool:
+    """See Problem.repeats."""
+    return any(size > 1 and stride == 0 for x in tensors for size, stride in zip(x.shape, x.stride(), strict=True))
 
 
 def addresses(*tensors: Tensor) -> int:
@@ -255,7 +261,8 @@ class Call:
 
     def _prepare_backward(self, out: Tensor, grad_out: Tensor) -> tuple[tuple[Launch, ...], int]:
         alignment = min(self._problem.alignment, _alignment(addresses(out, grad_out), out, grad_out))
-        problem = replace(self._problem, direction="backward", alignment=alignment)
+        repeats = self._problem.repeats or _repeats(grad_out)
+        problem = replace(self._problem, direction="backward", alignment=alignment, repeats=repeats)
         ready = self._resolve(problem)
         grads = {f"grad_{name}": strides for name, (_, strides) in zip("qkv", self._grads, strict=True)}
         strides = self._strides | {"out": self._out[1], "grad_out": grad_out.stride()} | grads

@@ -127,10 +127,11 @@ _BY_BOXES = {"forward_warpgroups", "backward_warpgroups", "backward_wide"}
 
 
 def _moves_by_boxes(problem: Problem) -> bool:
-    """Whether the kernels of sm_90 take the tensors: the copy engine wants rows of whole 16-byte pieces, and what
-    arrives is multiplied as it is, with no sign changed for the scale."""
+    """Whether the kernels of sm_90 take the tensors: the copy engine wants rows of whole 16-byte pieces and strides
+    other than 0, and what arrives is multiplied as it is, with no sign changed for the scale."""
     return (
         problem.alignment % 16 == 0
+        and not problem.repeats
         and problem.head_dim % 8 == 0
         and problem.head_dim_v % 8 == 0
         and problem.seq_kv > 0

@@ -27,7 +27,8 @@ class Problem:
     v (batch, heads_kv, seq_kv, head_dim_v).
 
     With `causal`, row m sees key n when n <= m + diagonal: 0 aligns the top left corners, seq_kv - seq_q the bottom
-    right ones. Strides and pointers belong to a launch; of them a problem has only how they are aligned.
+    right ones. Strides and pointers belong to a launch; of them a problem has only how they are
+    aligned, and whether any is 0.
     """
 
     direction: Direction = field(metadata=_COMPILED)
@@ -41,10 +42,13 @@ class Problem:
     heads_q: int = field(metadata=_PLANNED)
     heads_kv: int = field(metadata=_PLANNED)
     diagonal: int = field(metadata=_RUNTIME)
-    scale: float = field(metadata=_RUNTIME)
+    scale: float = field(metadata=_GPU)
+    """An argument of every kernel; of those for GPUs some take only positive ones."""
     alignment: int = field(default=16, metadata=_GPU)
     """Bytes, 16, 8, 4 or 2, that divide the address of every row of the tensors that are read; 1 where neighbours
     within a row do not lie side by side."""
+    repeats: bool = field(default=False, metadata=_GPU)
+    """Whether a tensor that is read has the same elements all along a dimension: a stride of 0."""
     deterministic: bool = field(default=False, metadata=_GPU)
     """Whether gradients must be bitwise equal run after run. The host's always are."""
 

@@ -126,7 +126,7 @@ class _Flattening:
 
 
 def _wgmma_shapes(config: KernelConfig) -> list[str]:
-    """The products' columns: those of scores, in a backward pass query rows, and the parts of head dims that sums have."""
+    """The products' columns: those of scores, in a backward pass query rows, and the head dims of sums."""
     heads = {-(-dim // 16) * 16 for dim in (config.head_dim, config.head_dim_v)}
     columns = {
         "forward_warpgroups": {config.block_n} | heads,
