@@ -90,9 +90,7 @@ class Emulated:
         problem = launch.describe(direction, q, k, v, scale, causal)
         alignment = launch._alignment(launch.addresses(*read.values()), q, k, v, *others)
         repeats = launch._repeats(*read.values())
-        return dataclasses.replace(
-            problem, alignment=alignment, repeats=repeats, deterministic=self.deterministic
-        )
+        return dataclasses.replace(problem, alignment=alignment, repeats=repeats, deterministic=self.deterministic)
 
     def plan(self, problem: Problem) -> Plan:
         """The plan of a problem, its kernels changed as was asked for."""
