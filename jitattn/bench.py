@@ -59,14 +59,15 @@ def run(
         f" {torch.get_num_threads()} threads, CPU capability {torch.backends.cpu.get_cpu_capability()}\n"
         "ms are medians; x is a peer's time over jitattn's, the median of pairs taken in the same round\n"
     )
-    heads = "".join(f" {peer.name + ' ms':>14} {'x':>6}" for peer in usable)
+    heads = "".join(f" {peer.name + ' ms':>17} {'x':>6}" for peer in usable)
     shape = f"{'dtype':8} {'pass':7} {'mask':6} {'B':>5} {'H':>5} {'S':>6} {'D':>4}"
-    print(f"{shape} {'jitattn ms':>11} {'GFLOP/s':>8}{heads}")
+    print(f"{shape} {'jitattn ms':>11} {'GFLOP/s':>8} {'best x':>6}{heads}")
     results = []
     for case in cases:
         result = measure(case, usable, device, seconds)
         results.append(result)
         print(row(case, result, usable), flush=True)
+    print("".join(f"\n{line}" for line in summary(results)))
     record = {"machine": machine, "device": str(device), "seconds": seconds, "results": results}
     out.mkdir(parents=True, exist_ok=True)
     (out / "bench.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
@@ -101,6 +102,24 @@ def grid(
     return cases
 
 
+def hopper() -> list[Case]:
+    """What docs/benchmarks/hopper.md is about: 16,384 tokens of width 2048, short sequences, and a few odd shapes."""
+    both: tuple[Passes, ...] = ("fwd", "bwd")
+    seqs = [512 << i for i in range(6)]
+    cases = grid(
+        ["bfloat16"], seqs, [64, 128, 256], [False, True], both, batch=0, heads=0, tokens=1 << 14, width=1 << 11
+    )
+    short = [(12, 64, 256), (16, 64, 256), (16, 64, 576), (16, 128, 256), (16, 128, 784)]
+    odd = [  # batch, heads, heads_kv, seq, head dim, causal
+        (2, 32, 8, 8192, 128, True), (4, 16, 16, 4096, 96, False), (4, 16, 16, 4096, 80, False),
+        (1, 16, 16, 16384, 72, False), (4, 16, 16, 4001, 128, True),
+    ]  # fmt: skip
+    for one in both:
+        cases += [Case("float16", b, h, h, s, d, False, one) for h, d, s in short for b in (64, 128)]
+        cases += [Case("bfloat16", b, h, h_kv, s, d, mask, one) for b, h, h_kv, s, d, mask in odd]
+    return cases
+
+
 # ------------------------------------------------------------------------------------------------ measuring
 
 
@@ -122,8 +141,8 @@ def measure(case: Case, peers: Sequence[Peer], device: torch.device, seconds: fl
             call = bind(peer.prepare(case), case, inputs)
             outputs[peer.name] = call()
             calls[peer.name] = call
-        except RuntimeError as error:
-            result["skipped"][peer.name] = str(error).splitlines()[0]
+        except (RuntimeError, ImportError, AssertionError) as error:
+            result["skipped"][peer.name] = (str(error) or repr(error)).splitlines()[0]
     errors, failure = check(case, inputs, outputs)
     result["errors"] = errors
     if failure:
@@ -277,11 +296,25 @@ def row(case: Case, result: dict[str, Any], peers: Sequence[Peer]) -> str:
         return f"{case}  FAILED: {result['failure']}"
     ms = {name: 1e3 * t for name, t in result["median_seconds"].items()}
     cells = "".join(
-        f" {ms[peer.name]:14.3f} {result['ratio'][peer.name]:6.2f}" if peer.name in ms else f" {'-':>14} {'-':>6}"
+        f" {ms[peer.name]:17.3f} {result['ratio'][peer.name]:6.2f}" if peer.name in ms else f" {'-':>17} {'-':>6}"
         for peer in peers
     )
+    best = f"{min(result['ratio'].values()):6.2f}" if result["ratio"] else f"{'-':>6}"
     notes = "".join(f"  ({name}: {reason})" for name, reason in result["skipped"].items())
-    return f"{case} {ms['jitattn']:11.3f} {result['gflops']['jitattn']:8.0f}{cells}{notes}"
+    return f"{case} {ms['jitattn']:11.3f} {result['gflops']['jitattn']:8.0f} {best}{cells}{notes}"
+
+
+def summary(results: Sequence[dict[str, Any]]) -> list[str]:
+    """A line for each pass: the ratio to the best peer of each case, as geometric mean and range."""
+    best: dict[str, list[float]] = {}
+    for result in results:
+        if result.get("ratio"):
+            best.setdefault(result["case"]["passes"], []).append(min(result["ratio"].values()))
+    return [
+        f"{_PASSES[one]}: {statistics.geometric_mean(ratios):.2f} times the best peer ({min(ratios):.2f} to "
+        f"{max(ratios):.2f}, {len(ratios)} cases)"
+        for one, ratios in best.items()
+    ]
 
 
 _PASSES = {"fwd": "forward", "bwd": "backward", "fwd+bwd": "forward + backward"}

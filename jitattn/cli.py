@@ -228,6 +228,9 @@ def _bench_options(options: argparse.ArgumentParser) -> None:
     )
     options.add_argument("--device", help="such as cpu or cuda:1 (default: a GPU if there is one)")
     options.add_argument("--seconds", type=float, default=2.0, help="for each implementation of each case")
+    options.add_argument(
+        "--suite", choices=("hopper",), help="the cases of docs/benchmarks/hopper.md in place of those asked for"
+    )
     options.add_argument("--quick", action="store_true", help="two short lengths, one head dimension, little time")
     options.add_argument(
         "--out", type=Path, metavar="DIR", default=Path("jitattn-bench"), help="folder for bench.json, bench.png"
@@ -249,17 +252,21 @@ def bench(arguments: argparse.Namespace) -> int:
     if unknown:
         known = ", ".join(peer.name for peer in work.PEERS)
         return _usage(f"--peers: no {', '.join(sorted(unknown))}; there are {known}")
-    cases = work.grid(
-        arguments.dtype,
-        arguments.seq or ([128, 512] if arguments.quick else [128, 1024, 4096]),
-        arguments.head_dim or ([64] if arguments.quick else [64, 128]),
-        [mask == "causal" for mask in arguments.mask],
-        arguments.passes,
-        batch=arguments.batch,
-        heads=arguments.heads,
-        heads_kv=heads_kv,
-        tokens=arguments.tokens,
-        width=arguments.width,
+    cases = (
+        work.hopper()
+        if arguments.suite == "hopper"
+        else work.grid(
+            arguments.dtype,
+            arguments.seq or ([128, 512] if arguments.quick else [128, 1024, 4096]),
+            arguments.head_dim or ([64] if arguments.quick else [64, 128]),
+            [mask == "causal" for mask in arguments.mask],
+            arguments.passes,
+            batch=arguments.batch,
+            heads=arguments.heads,
+            heads_kv=heads_kv,
+            tokens=arguments.tokens,
+            width=arguments.width,
+        )
     )
     seconds = min(arguments.seconds, 0.05) if arguments.quick else arguments.seconds
     device = torch.device(arguments.device or _default_device())

@@ -55,8 +55,8 @@ class Peer:
     """An implementation to compare with.
 
     ``missing(device)`` says why it cannot run there, None if it can. ``prepare(case)`` is called once a case, outside
-    any timing. ``scratch(case)`` is how many bytes a call takes beyond its arguments and results. A RuntimeError from
-    ``prepare`` or from the first call leaves the peer out of that case, with the reason in the report.
+    any timing. ``scratch(case)`` is how many bytes a call takes beyond its arguments and results. A RuntimeError,
+    ImportError or AssertionError from ``prepare`` or the first call leaves the peer out of that case, with the reason in the report.
     """
 
     name: str

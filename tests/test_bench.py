@@ -157,3 +157,25 @@ def test_unusable_options_are_refused(options: list[str], capsys: pytest.Capture
     except SystemExit as stop:
         status = stop.code
     assert status == 2 and capsys.readouterr().err
+
+
+def test_the_summary_is_of_the_best_peers() -> None:
+    def result(passes: str, **ratio: float) -> dict[str, Any]:
+        return {"case": {"passes": passes}, "ratio": ratio}
+
+    lines = bench.summary(
+        [result("fwd", a=2.0, b=4.0), result("fwd", a=9.0, b=8.0), result("bwd", a=0.5), result("bwd")]
+    )
+    assert lines == [
+        "forward: 4.00 times the best peer (2.00 to 8.00, 2 cases)",
+        "backward: 0.50 times the best peer (0.50 to 0.50, 1 cases)",
+    ]
+
+
+def test_the_suite_for_hopper_has_the_grid_and_the_short_sequences() -> None:
+    cases = bench.hopper()
+    assert len(cases) == 2 * (3 * 2 * 6 + 10 + 5) == len(set(cases))
+    assert all(case.heads % case.heads_kv == 0 for case in cases)
+    assert {case.batch * case.seq for case in cases if case.dtype == "bfloat16" and case.seq in (512, 1024)} == {
+        1 << 14
+    }
