@@ -54,9 +54,10 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k, v -> out (B, H, S, 
 class Peer:
     """An implementation to compare with.
 
-    ``missing(device)`` says why it cannot run there, None if it can. ``prepare(case)`` is called once a case, outside
-    any timing. ``scratch(case)`` is how many bytes a call takes beyond its arguments and results. A RuntimeError,
-    ImportError or AssertionError from ``prepare`` or the first call leaves the peer out of that case, with the reason in the report.
+    ``missing(device)`` says why it cannot run there, None if it can. ``prepare(case)`` is called once a case,
+    outside any timing. ``scratch(case)`` is how many bytes a call takes beyond its arguments and results. A
+    RuntimeError, ImportError or AssertionError from ``prepare`` or the first call leaves the peer out of that case,
+    with the reason in the report.
     """
 
     name: str
