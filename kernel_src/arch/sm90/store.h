@@ -40,7 +40,7 @@ FN void store_rows(attn::RowsView<E> to, i32 rows, M const& from, F factor) {
 #pragma unroll
       for (i32 i = 0; i < 4; ++i)
         if (first + i < tiles) {
-          const float(&x)[4] = from.at[0][first + i];
+          const float (&x)[4] = from.at[0][first + i];
           pairs.word[i] = pack(E{}, x[2 * slot] * f, x[2 * slot + 1] * f);
         }
       pairs = whole_tile(pairs);

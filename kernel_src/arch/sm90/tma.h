@@ -13,8 +13,9 @@ FN void prefetch_tensormap(const TensorMap& map) { asm volatile("prefetch.tensor
 // The bytes of the whole box arrive at the mbarrier.
 FN void tma_load(u32 to, const TensorMap& map, u32 barrier, i32 x, i32 y, i32 z, i32 w) {
   asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];"
-      ::"r"(to), "l"(&map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w)
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], "
+      "[%2];" ::"r"(to),
+      "l"(&map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w)
       : "memory");
 }
 // `bytes` that lie one after the other, a multiple of 16 like both addresses.

@@ -26,8 +26,8 @@ template <i32 pending>
 FN void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(pending) : "memory");
 }
-// Compilers put a wait as early as they can, and what could have been done meanwhile behind it. What makes `x`, which is
-// never negative, stays before a wait that follows.
+// Compilers put a wait as early as they can, and what could have been done meanwhile behind it. What makes `x`, which
+// is never negative, stays before a wait that follows.
 FN void compute_before(float x) {
   asm volatile("{.reg .pred never; setp.lt.f32 never, %0, 0f00000000; @never nanosleep.u32 0;}" ::"f"(x));
 }
@@ -42,8 +42,7 @@ FN void registers_change(float (&d)[n]) {
 // `chunk_bytes`: where b has more than 64 columns by rows, the distance of the boxes that hold 64 columns each.
 FN u64 swizzled(u32 address, u32 chunk_bytes = 16) {
   constexpr u64 group_bytes = 1024, swizzle_128 = 1;
-  return (u64)((address & 0x3ffff) >> 4) | (u64)(chunk_bytes >> 4) << 16 | (group_bytes >> 4) << 32 |
-         swizzle_128 << 62;
+  return (u64)((address & 0x3ffff) >> 4) | (u64)(chunk_bytes >> 4) << 16 | (group_bytes >> 4) << 32 | swizzle_128 << 62;
 }
 
 }  // namespace ptx

@@ -78,7 +78,7 @@ struct KeyMajor {
 #pragma unroll
     for (i32 j = 0; j < M::n_tiles; ++j) {
       const Pair of = pair(lse, j);
-      float(&x)[4] = weights.at[0][j];
+      float (&x)[4] = weights.at[0][j];
       x[0] = arch::exp2(x[0] * scale - of.first), x[1] = arch::exp2(x[1] * scale - of.second);
       x[2] = arch::exp2(x[2] * scale - of.first), x[3] = arch::exp2(x[3] * scale - of.second);
     }
@@ -88,8 +88,8 @@ struct KeyMajor {
 #pragma unroll
     for (i32 j = 0; j < M::n_tiles; ++j) {
       const Pair of = pair(delta, j);
-      float(&x)[4] = gradients.at[0][j];
-      const float(&weight)[4] = weights.at[0][j];
+      float (&x)[4] = gradients.at[0][j];
+      const float (&weight)[4] = weights.at[0][j];
       x[0] = weight[0] * (x[0] - of.first), x[1] = weight[1] * (x[1] - of.second);
       x[2] = weight[2] * (x[2] - of.first), x[3] = weight[3] * (x[3] - of.second);
     }

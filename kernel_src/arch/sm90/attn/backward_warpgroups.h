@@ -1,6 +1,6 @@
-// Backward attention on Hopper: one warp has the copy engine bring tiles of query rows, and warpgroups, each with 64 keys
-// and their dK and dV in registers, work through them. Scores lie with keys as rows, so that weights and gradients are
-// left sides of the products for dV and dK as they come. dQ takes the gradients of all warpgroups, through shared
+// Backward attention on Hopper: one warp has the copy engine bring tiles of query rows, and warpgroups, each with 64
+// keys and their dK and dV in registers, work through them. Scores lie with keys as rows, so that weights and gradients
+// are left sides of the products for dV and dK as they come. dQ takes the gradients of all warpgroups, through shared
 // memory; it is formed one tile later, when they have long been there. See attn/backward.h for the formulas.
 #pragma once
 #include "accumulate.h"
@@ -175,8 +175,7 @@ struct BackwardWarpgroups {
                              step > 0 || !first);
   }
 
-  static METHOD void finish(Memory& m, i32 group, KeyBlock const& b, GradKeys& grad_k, GradValues& grad_v,
-                            P const& p) {
+  static METHOD void finish(Memory& m, i32 group, KeyBlock const& b, GradKeys& grad_k, GradValues& grad_v, P const& p) {
     constexpr u32 everyone = 1, own = 2;
     ptx::sync_some(everyone, 128 * groups);  // nobody multiplies with keys or values any more
     m.keys.put(grad_k, [&](i32) { return p.scale; });

@@ -1,6 +1,6 @@
-// Backward attention on Hopper for head dims beyond 128, of which a block of threads holds 64 keys. Two warpgroups share
-// each tile of query rows: each forms half of the columns of scores, and half of the head dim of dK, dV and dQ, for
-// which weights and gradients pass through shared memory. These products run while the weights of the next tile are
+// Backward attention on Hopper for head dims beyond 128, of which a block of threads holds 64 keys. Two warpgroups
+// share each tile of query rows: each forms half of the columns of scores, and half of the head dim of dK, dV and dQ,
+// for which weights and gradients pass through shared memory. These products run while the weights of the next tile are
 // made. See attn/backward.h for the formulas.
 #pragma once
 #include "accumulate.h"

@@ -50,7 +50,8 @@ struct ForwardWarpgroups {
   }
 
  private:
-  // Tiles of keys that rows of the block see. They are taken from the last to the first. Rows that see nothing take one.
+  // Tiles of keys that rows of the block see. They are taken from the last to the first. Rows that see nothing take
+  // one.
   static METHOD i32 key_tiles(QueryBlock const& b, Mask<C, P, i32> const& mask) {
     return base::most(1, base::ceil_div(mask.keys_end(b.first, b.rows), C::block_n));
   }
@@ -207,9 +208,7 @@ struct ForwardWarpgroups {
     i32 end[2];
 #pragma unroll
     for (i32 slot = 0; slot < 2; ++slot) end[slot] = base::least(keys, limit + Scores::row(0, 2 * slot) + 1) - own;
-    scores.each_slot([&](i32 slot, i32, i32 column, float& x) {
-      x = column - own < end[slot] ? x : -base::infinity;
-    });
+    scores.each_slot([&](i32 slot, i32, i32 column, float& x) { x = column - own < end[slot] ? x : -base::infinity; });
   }
 
   static METHOD void finish(Memory& m, i32 stage, QueryBlock const& b, i32 group, Sums& sums, Softmax& softmax,

@@ -8,8 +8,8 @@
 namespace attn {
 
 // Pieces are dealt out in turns. Without a mask a piece is a block of rows, and those of a head are neighbours. Under a
-// causal mask the last rows see the most keys: a piece is two blocks from both ends of a head, which take as long as any
-// other two. Where a head has few, an odd number of them, the last blocks of all heads whose keys and values the
+// causal mask the last rows see the most keys: a piece is two blocks from both ends of a head, which take as long as
+// any other two. Where a head has few, an odd number of them, the last blocks of all heads whose keys and values the
 // second-level cache holds together come first, and every other round is dealt out in the opposite order.
 template <class C, class P>
 struct Tiles {
