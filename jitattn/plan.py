@@ -233,6 +233,8 @@ def _gpu_backward(problem: Problem, target: Target) -> Plan:
     sums = not (problem.deterministic or alone)
 
     kernel = tile.pop("kernel", "backward")
+    if kernel == "backward_warpgroups":
+        blocks = _blocks_in_turns(heads_kv, _ceil_div(problem.seq_kv, tile["block_n"]), problem.causal, target.units)
 
     def backward(keys: bool, values: bool) -> Step:
         if kernel in _BY_BOXES:
@@ -253,6 +255,12 @@ def _gpu_backward(problem: Problem, target: Target) -> Plan:
         _round_up(problem.head_dim, _GRAD_QUERY_COLUMNS) if sums else 0
     )  # for each row: LSE, delta, sums of dQ
     return Plan(tuple(steps), 1, workspace + 4 * heads_q * _round_up(problem.seq_q, _ROWS_AT_ONCE) * floats)
+
+
+def _blocks_in_turns(heads: int, per_head: int, causal: bool, units: int) -> int:
+    """Blocks of threads that take one piece of work after the other: kernel_src/arch/sm90/attn/tiles.h, KeyBlocks."""
+    pieces = per_head // 2 if causal and per_head % 2 == 0 else per_head
+    return min(heads * pieces, units)
 
 
 def _gpu_magnitudes(problem: Problem, target: Target) -> tuple[list[Step], int]:

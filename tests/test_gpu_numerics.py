@@ -124,20 +124,32 @@ def test_sum_backward(dtype: torch.dtype, deterministic: bool) -> None:
 @pytest.mark.parametrize("offset", [0, 1, 2, 3, 4, 5, 8])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_alignment_gives_the_same(dtype: torch.dtype, offset: int) -> None:
-    """However wide the loads, the products are the same; only delta is summed in another order."""
-    inputs = make_inputs(Case(dtype, seq_q=100, seq_kv=130, causal="bottom_right"), DEVICE)
+    """However wide the loads, the products are the same; only delta is summed in another order.
+
+    Where tensors would move as boxes but for their alignment, other kernels run: those are held to the oracle.
+    """
+    case = Case(dtype, seq_q=100, seq_kv=130, causal="bottom_right")
+    inputs = make_inputs(case, DEVICE)
 
     def moved(x: Tensor) -> Tensor:
         memory = torch.full((x.numel() + offset + 8,), math.nan, dtype=dtype, device=DEVICE)
         return memory[offset : offset + x.numel()].view(x.shape).copy_(x)
 
     there = Inputs(moved(inputs.q), moved(inputs.k), moved(inputs.v), moved(inputs.dout), inputs.dlse)
-    expected = gpu.run(inputs, causal="bottom_right", deterministic=True)
     got = gpu.run(there, causal="bottom_right", deterministic=True)
+    if forward_kernels(there) != forward_kernels(inputs):
+        oracle.check_all(got, oracle.expect(inputs, oracle.Problem(case.softmax_scale, case.diagonal)), got)
+        return
+    expected = gpu.run(inputs, causal="bottom_right", deterministic=True)
     for name in ("out", "lse"):
         assert torch.equal(got[name], expected[name]), name
     for name in GRADS:
         torch.testing.assert_close(got[name], expected[name], rtol=1e-3, atol=1e-3 if dtype.itemsize == 2 else 1e-5)
+
+
+def forward_kernels(inputs: Inputs) -> list[str]:
+    explained = jitattn.explain(inputs.q, inputs.k, inputs.v, causal="bottom_right", direction="forward")
+    return [kernel.config.kernel for kernel in explained.kernels]
 
 
 @pytest.mark.parametrize("layout", cases.LAYOUTS + cases.EXPANDED)

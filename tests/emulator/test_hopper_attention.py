@@ -67,7 +67,7 @@ FAULTS = {
     "gradients are used without a fence": (BACKWARD, r"ptx::fence_proxy_async\(\);(\s+ptx::sync_warp)", r"\1"),
     "gradients of others are not waited for": (BACKWARD, r"m\.gradients_turn\[\S+?\.wait_full\(\S+?\);", ";"),
     "keys are put over those in use": (BACKWARD, r"ptx::sync_some\(everyone, 128 \* groups\);", ""),
-    "rows are given back before they are used": (BACKWARD, r"m\.rows\.leave\(before_at", "m.rows.leave(at"),
+    "rows are given back before they are used": (BACKWARD, r"tiles_done - 1\)\.stage\)", "tiles_done).stage)"),
     "sums are stored without a fence": (BACKWARD, r"(values\.put\(.*?;\s+)ptx::fence_proxy_async\(\);", r"\1"),
     "sums are stored before all have put theirs": (BACKWARD, r"ptx::sync_some\(own \+ group, 128\);", ""),
 }  # fmt: skip

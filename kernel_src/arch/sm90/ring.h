@@ -33,4 +33,10 @@ struct Position {
   }
 };
 
+// After `count` steps.
+template <i32 stages>
+METHOD Position<stages> position(u32 count) {
+  return {(i32)(count % stages), count / stages};
+}
+
 }  // namespace arch

@@ -10,25 +10,38 @@
 
 namespace attn {
 
-// The tiles of query rows that see a block of keys, of one query head of the group after the other.
+// The tiles of query rows that see a block of keys, of one query head of the group after the other. Blocks of keys
+// begin at different rows of their first head, so that fewer add to the same rows of dQ at a time.
 template <class C, class P>
 struct RowTiles {
-  i32 first, row, head, heads_end;
+  i32 first, row, head, left;
   METHOD RowTiles(KeyBlock const& b, Mask<C, P, i32> const& mask, P const& p) {
-    const i32 group = (i32)((u32)p.heads_q / (u32)p.heads_kv);
-    first = row = mask.rows_begin(b.first) / C::block_m * C::block_m;
-    head = b.head_kv * group;
-    heads_end = first < (i32)p.seq_q ? head + group : head;
+    first = mask.rows_begin(b.first) / C::block_m * C::block_m;
+    row = first, head = b.head_kv * group(p);
+    left = 0;
+    if (first >= (i32)p.seq_q) return;
+    const u32 tiles = base::ceil_div((u32)((i32)p.seq_q - first), (u32)C::block_m);
+    left = (i32)tiles * group(p);
+    if (!C::spread) return;
+    const u32 block = (u32)(b.first / C::block_n), blocks = base::ceil_div((u32)p.seq_kv, (u32)C::block_n);
+    row += (i32)(block * base::most(tiles / blocks, 1u) % tiles) * C::block_m;
   }
-  METHOD bool more() const { return head < heads_end; }
+  METHOD bool more() const { return left > 0; }
   METHOD void next(P const& p) {
+    --left;
     row += C::block_m;
-    if (row >= (i32)p.seq_q) row = first, ++head;
+    if (row < (i32)p.seq_q) return;
+    row = first;
+    ++head;
+    if (C::spread && head % group(p) == 0) head -= group(p);  // the rows left out at the beginning
   }
   // In the workspace.
   METHOD i64 data_row(KeyBlock const& b, P const& p) const {
     return RowData<C, P>::row((i64)b.batch * p.heads_q + head, row, p);
   }
+
+ private:
+  static METHOD i32 group(P const& p) { return (i32)((u32)p.heads_q / (u32)p.heads_kv); }
 };
 
 // Tiles of Q and dO of a padded width, with the LSE and delta of their rows.
@@ -49,11 +62,11 @@ struct RowStages {
   }
   METHOD void leave(i32 stage) { query_turn[stage].leave(), grad_out_turn[stage].leave(); }
 
-  METHOD void bring(RowTiles<C, P> tiles, KeyBlock const& b, P const& p) {
+  METHOD void bring(RowTiles<C, P> tiles, arch::Position<C::stages>& at, KeyBlock const& b, P const& p) {
     using Row = RowData<C, P>;
     constexpr u32 statistics_bytes = 4 * C::block_m;
 #pragma unroll 1
-    for (arch::Position<C::stages> at; tiles.more(); tiles.next(p), at.next()) {
+    for (; tiles.more(); tiles.next(p), at.next()) {
       const i32 stage = at.stage;
       const i64 row = tiles.data_row(b, p);
       auto &query_turn = this->query_turn[stage], &grad_out_turn = this->grad_out_turn[stage];

@@ -5,6 +5,7 @@
 #pragma once
 #include "accumulate.h"
 #include "attn/backward_rows.h"
+#include "attn/tiles.h"
 #include "roles.h"
 
 namespace attn {
@@ -33,60 +34,77 @@ struct BackwardWarpgroups {
   static_assert(by_columns ? GradQueries::columns == base::round_up(C::head_dim, 64) : C::block_m == groups * 64, "");
   using Row = RowData<C, P>;
 
+  static constexpr i32 key_stages = 2;  // the next keys and values come while dK and dV of the present ones are stored
   struct Memory {
-    KeyRows keys;
-    ValueRows values;
+    KeyRows keys[key_stages];
+    ValueRows values[key_stages];
     Stages rows;
     GradientRows gradients[2];
-    arch::Turnover keys_turn, gradients_turn[2];
+    arch::Turnover keys_turn[key_stages], gradients_turn[2];
   };
 
-  static METHOD void run(i32 block, Memory& memory, P const& p) {
+  static METHOD void run(i32, Memory& memory, P const& p) {
     if (ptx::thread_index() == 0) {
-      memory.keys_turn.init(1);
+      for (auto& turn : memory.keys_turn) turn.init(groups);
       memory.rows.init(warps);
       for (auto& turn : memory.gradients_turn) ptx::mbarrier_init(turn.full(), warps);
       ptx::fence_mbarrier_init();
     }
     ptx::sync_block();
-    const KeyBlock b = key_block<C>(block, p);
-    arch::Roles<groups, C::blocks_per_unit>::split([&] { bring(memory, b, p); },
-                                                   [&](i32 group) { compute(memory, group, b, p); });
+    arch::Roles<groups, C::blocks_per_unit>::split([&] { bring(memory, p); },
+                                                   [&](i32 group) { compute(memory, group, p); });
   }
 
  private:
   using Tiles = RowTiles<C, P>;
 
-  static METHOD void bring(Memory& m, KeyBlock const& b, P const& p) {
-    const Tiles tiles(b, Mask<C, P, i32>(p), p);
-    if (!tiles.more()) return;
-    m.keys_turn.expect(KeyRows::bytes + ValueRows::bytes);
-    m.keys.fetch(p.k_map, m.keys_turn.full(), b.first, b.head_kv, b.batch);
-    m.values.fetch(p.v_map, m.keys_turn.full(), b.first, b.head_kv, b.batch);
-    m.rows.bring(tiles, b, p);
+  static METHOD void bring(Memory& m, P const& p) {
+    const Mask<C, P, i32> mask(p);
+    arch::Position<C::stages> at;
+#pragma unroll 1
+    for (KeyBlocks<C, P> work(p); work.more(); ++work.done) {
+      const KeyBlock b = work.block();
+      const auto of_keys = arch::position<key_stages>(work.done);
+      auto& turn = m.keys_turn[of_keys.stage];
+      turn.wait_free(of_keys.round);
+      turn.expect(KeyRows::bytes + ValueRows::bytes);
+      m.keys[of_keys.stage].fetch(p.k_map, turn.full(), b.first, b.head_kv, b.batch);
+      m.values[of_keys.stage].fetch(p.v_map, turn.full(), b.first, b.head_kv, b.batch);
+      m.rows.bring(Tiles(b, mask, p), at, b, p);
+    }
   }
 
-  static METHOD void compute(Memory& m, i32 group, KeyBlock const& b, P const& p) {
+  static METHOD void compute(Memory& m, i32 group, P const& p) {
+    u32 tiles_done = 0;
+#pragma unroll 1
+    for (KeyBlocks<C, P> work(p); work.more(); ++work.done) differentiate(m, group, work, tiles_done, p);
+  }
+
+  static METHOD void differentiate(Memory& m, i32 group, KeyBlocks<C, P> const& work, u32& tiles_done, P const& p) {
+    const KeyBlock b = work.block();
     const Mask<C, P, i32> mask(p);
     const float scale = p.scale * base::log2_e;
     GradKeys grad_k;
     GradValues grad_v;
     GradQueries grad_q;
     Tiles tiles(b, mask, p);
+    const auto of_keys = arch::position<key_stages>(work.done);
+    KeyRows& key_rows = m.keys[of_keys.stage];
+    m.keys_turn[of_keys.stage].wait_full(of_keys.round);
     if (!tiles.more()) {
       grad_k.clear();
       grad_v.clear();
-      return finish(m, group, b, grad_k, grad_v, p);
+      return finish(m, of_keys.stage, group, b, grad_k, grad_v, p);
     }
-    const u64 keys = m.keys.rows_from(group * group_keys), values = m.values.rows_from(group * group_keys);
-    arch::Position<C::stages> at, before_at;
-    arch::Position<2> now, before{1, 0};  // of gradients
-    i64 row_before = -1;                  // of the tile whose dQ is to be formed
+    const u64 keys = key_rows.rows_from(group * group_keys);
+    const u64 values = m.values[of_keys.stage].rows_from(group * group_keys);
+    i64 row_before = -1;  // of the tile whose dQ is to be formed
     // Begins to form the dQ of the tile before; of the first, which has none before it, something that nobody takes.
     const auto multiply_gradients = [&] {
+      const auto before = arch::position<2>(tiles_done - 1);
       if (row_before >= 0) m.gradients_turn[before.stage].wait_full(before.round);
       const u64 gradients = m.gradients[before.stage].columns_from(by_columns ? 0 : group * 64);
-      const u64 all_keys = m.keys.columns_from(by_columns ? group * 64 : 0);
+      const u64 all_keys = key_rows.columns_from(by_columns ? group * 64 : 0);
       ptx::wgmma<false, true, true>(E{}, registers(grad_q), gradients, all_keys);
 #pragma unroll
       for (i32 step = 1; step < C::block_n / 16; ++step)
@@ -94,23 +112,25 @@ struct BackwardWarpgroups {
                                      KeyRows::across(all_keys, step));
       ptx::wgmma_commit();
     };
+    const auto leave_rows_before = [&] { m.rows.leave(arch::position<C::stages>(tiles_done - 1).stage); };
     const auto add_grad_query = [&] { arch::accumulate(grad_q, Row::grad_query(row_before, p), Row::ld); };
 
-    m.keys_turn.wait_full(0);
 #pragma unroll 1
     do {
-      auto const& statistics = m.rows.statistics[at.stage];
+      const auto at = arch::position<C::stages>(tiles_done);
+      const i32 stage = at.stage;
+      auto const& statistics = m.rows.statistics[stage];
       Scores weights, gradients;
       arch::Operand<E> weight_words[C::block_m / 16], gradient_words[C::block_m / 16];
-      m.rows.query_turn[at.stage].wait_full(at.round);
+      m.rows.query_turn[stage].wait_full(at.round);
       ptx::wgmma_fence();
-      multiply_along<QueryRows, KeyRows>(weights, keys, m.rows.query[at.stage].rows_from(0));
-      m.rows.grad_out_turn[at.stage].wait_full(at.round);
-      multiply_along<OutRows, ValueRows>(gradients, values, m.rows.grad_out[at.stage].rows_from(0));
+      multiply_along<QueryRows, KeyRows>(weights, keys, m.rows.query[stage].rows_from(0));
+      m.rows.grad_out_turn[stage].wait_full(at.round);
+      multiply_along<OutRows, ValueRows>(gradients, values, m.rows.grad_out[stage].rows_from(0));
       ptx::wgmma_wait<1>();
       ptx::registers_change(registers(weights));
       if constexpr (!C::grad_query) ptx::sync_warp();  // all lanes have read what they need of the rows before
-      if (row_before >= 0 && arch::lane() == 0) m.rows.leave(before_at.stage);
+      if (row_before >= 0 && arch::lane() == 0) leave_rows_before();
       Keyed::make_weights(weights, statistics.lse, scale);
       const i32 keys_end = b.first + C::block_n;
       if (!mask.whole(tiles.row, keys_end) || keys_end > p.seq_kv || Keyed::any_coarse_row(statistics.lse))
@@ -122,30 +142,30 @@ struct BackwardWarpgroups {
       Keyed::pack(gradient_words, gradients);
       ptx::wgmma_fence();
       if constexpr (C::grad_query) multiply_gradients();
-      add<OutRows>(grad_v, weight_words, m.rows.grad_out[at.stage].columns_from(), row_before < 0);
+      add<OutRows>(grad_v, weight_words, m.rows.grad_out[stage].columns_from(), row_before < 0);
       ptx::wgmma_commit();
-      add<QueryRows>(grad_k, gradient_words, m.rows.query[at.stage].columns_from(), row_before < 0);
+      add<QueryRows>(grad_k, gradient_words, m.rows.query[stage].columns_from(), row_before < 0);
       ptx::wgmma_commit();
       if constexpr (C::grad_query) {
         ptx::wgmma_wait<2>();
         ptx::registers_change(registers(grad_q));
         // The gradients before these have been used by all warpgroups whose present ones are there: two suffice.
-        m.gradients[now.stage].template put_operands<Scores>(gradient_words);
+        const i32 now = tiles_done % 2;
+        m.gradients[now].template put_operands<Scores>(gradient_words);
         ptx::fence_proxy_async();
         ptx::sync_warp();
-        if (arch::lane() == 0) ptx::mbarrier_arrive(m.gradients_turn[now.stage].full());
+        if (arch::lane() == 0) ptx::mbarrier_arrive(m.gradients_turn[now].full());
         if (row_before >= 0) add_grad_query();
-        before = now;
-        now.next();
       }
       ptx::wgmma_wait<C::keys_behind ? 1 : 0>();  // with registers enough dK is formed while the next scores are
       row_before = tiles.data_row(b, p);
-      before_at = at;
-      tiles.next(p), at.next();
+      tiles.next(p), ++tiles_done;
     } while (tiles.more());
     ptx::wgmma_wait<0>();
     ptx::registers_change(registers(grad_k));
     ptx::registers_change(registers(grad_v));
+    ptx::sync_warp();
+    if (arch::lane() == 0) leave_rows_before();
     if constexpr (C::grad_query) {
       ptx::wgmma_fence();
       multiply_gradients();
@@ -153,7 +173,7 @@ struct BackwardWarpgroups {
       ptx::registers_change(registers(grad_q));
       add_grad_query();
     }
-    finish(m, group, b, grad_k, grad_v, p);
+    finish(m, of_keys.stage, group, b, grad_k, grad_v, p);
   }
 
   // scores = keys rows^T
@@ -175,19 +195,23 @@ struct BackwardWarpgroups {
                              step > 0 || !first);
   }
 
-  static METHOD void finish(Memory& m, i32 group, KeyBlock const& b, GradKeys& grad_k, GradValues& grad_v, P const& p) {
+  static METHOD void finish(Memory& m, i32 stage, i32 group, KeyBlock const& b, GradKeys& grad_k, GradValues& grad_v,
+                            P const& p) {
     constexpr u32 everyone = 1, own = 2;
-    ptx::sync_some(everyone, 128 * groups);  // nobody multiplies with keys or values any more
-    m.keys.put(grad_k, [&](i32) { return p.scale; });
-    m.values.put(grad_v, [](i32) { return 1.0f; });
+    KeyRows& keys = m.keys[stage];
+    ValueRows& values = m.values[stage];
+    ptx::sync_some(everyone, 128 * groups);  // nobody multiplies with these keys and values any more
+    keys.put(grad_k, [&](i32) { return p.scale; });
+    values.put(grad_v, [](i32) { return 1.0f; });
     ptx::fence_proxy_async();
     ptx::sync_some(own + group, 128);
     if (ptx::thread_index() % 128 == 0) {
       const i32 key = group * group_keys;
-      m.keys.store(p.grad_k_map, key, b.first + key, b.head_kv, b.batch);
-      m.values.store(p.grad_v_map, key, b.first + key, b.head_kv, b.batch);
+      keys.store(p.grad_k_map, key, b.first + key, b.head_kv, b.batch);
+      values.store(p.grad_v_map, key, b.first + key, b.head_kv, b.batch);
       ptx::tma_stores_commit();
       ptx::tma_stores_wait<0>();
+      m.keys_turn[stage].leave();
     }
   }
 

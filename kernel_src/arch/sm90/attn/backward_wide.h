@@ -59,7 +59,8 @@ struct BackwardWide {
     m.keys_turn.expect(2 * KeyRows::bytes);
     m.keys.fetch(p.k_map, m.keys_turn.full(), b.first, b.head_kv, b.batch);
     m.values.fetch(p.v_map, m.keys_turn.full(), b.first, b.head_kv, b.batch);
-    m.rows.bring(tiles, b, p);
+    arch::Position<C::stages> at;
+    m.rows.bring(tiles, at, b, p);
   }
 
   static METHOD void compute(Memory& m, i32 group, KeyBlock const& b, P const& p) {

@@ -73,4 +73,31 @@ struct Tiles {
   }
 };
 
+// Blocks of keys for a backward pass. Under a causal mask most rows see the first keys: a piece is two blocks from both
+// ends of a head, which take as long as any other two, if their number is even. All follows from how many blocks were
+// done before: registers are wanted for sums.
+template <class C, class P>
+struct KeyBlocks {
+  u32 done = 0;
+  METHOD explicit KeyBlocks(P const& p) : p(p) {}
+  METHOD bool more() const { return piece() < (u32)p.batch * (u32)p.heads_kv * pieces(); }
+  METHOD KeyBlock block() const {
+    const u32 head = piece() / pieces(), rank = piece() - head * pieces();
+    KeyBlock b;
+    b.batch = (i32)(head / (u32)p.heads_kv);
+    b.head_kv = (i32)(head - (u32)b.batch * (u32)p.heads_kv);
+    b.first = (i32)(paired() && done % 2 ? per_head() - 1 - rank : rank) * C::block_n;
+    b.keys = base::least(C::block_n, (i32)p.seq_kv - b.first);
+    return b;
+  }
+
+ private:
+  P const& p;
+
+  METHOD u32 per_head() const { return base::ceil_div((u32)p.seq_kv, (u32)C::block_n); }
+  METHOD bool paired() const { return C::causal && per_head() % 2 == 0; }
+  METHOD u32 pieces() const { return paired() ? per_head() / 2 : per_head(); }
+  METHOD u32 piece() const { return ptx::block_index() + (paired() ? done / 2 : done) * ptx::block_count(); }
+};
+
 }  // namespace attn
