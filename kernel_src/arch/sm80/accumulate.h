@@ -11,14 +11,14 @@ FN i64 accumulated_at(i64 row, i32 column, i32 ld) {
   return row / 16 * 16 * ld + column / 8 * 128 + e * 32 + lane;
 }
 
-// The eight elements of a row from a multiple of 8 on.
-FN void load_accumulated(float (&to)[8], const float* from, i64 row, i32 column, i32 ld) {
+// The eight elements from a multiple of 8 on of a row, one of the upper eight of 16, and of the eighth below it.
+FN void load_accumulated(float (&to)[2][8], const float* from, i64 row, i32 column, i32 ld) {
   const float* at = from + accumulated_at(row, column, ld);
 #pragma unroll
-  for (i32 e = 0; e < 2; ++e) {
+  for (i32 e = 0; e < 4; ++e) {
     const Words4 x = ptx::load_global<16>(at + e * 32);
 #pragma unroll
-    for (i32 i = 0; i < 4; ++i) to[2 * i + e] = ptx::real(x.word[i]);
+    for (i32 i = 0; i < 4; ++i) to[e / 2][2 * i + e % 2] = ptx::real(x.word[i]);
   }
 }
 

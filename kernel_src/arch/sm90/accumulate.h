@@ -10,13 +10,14 @@ FN i64 accumulated_at(i64 row, i32 column, i32 ld) {
   return row / 16 * 16 * ld + column / 8 * 128 + lane * 4 + e;
 }
 
-// The eight elements of a row from a multiple of 8 on.
-FN void load_accumulated(float (&to)[8], const float* from, i64 row, i32 column, i32 ld) {
+// The eight elements from a multiple of 8 on of a row, one of the upper eight of 16, and of the eighth below it.
+FN void load_accumulated(float (&to)[2][8], const float* from, i64 row, i32 column, i32 ld) {
   const float* at = from + accumulated_at(row, column, ld);
 #pragma unroll
   for (i32 i = 0; i < 4; ++i) {
-    const Words4 x = ptx::load_global<8>(at + i * 4);
-    to[2 * i] = ptx::real(x.word[0]), to[2 * i + 1] = ptx::real(x.word[1]);
+    const Words4 x = ptx::load_global<16>(at + i * 4);
+#pragma unroll
+    for (i32 e = 0; e < 4; ++e) to[e / 2][2 * i + e % 2] = ptx::real(x.word[e]);
   }
 }
 
