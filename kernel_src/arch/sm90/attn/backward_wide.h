@@ -79,7 +79,7 @@ struct BackwardWide {
     i64 row_before = -1;                  // of the tile before; while there is none, products are of nothing and wasted
     i32 added = -1;                       // tiles whose products are in the sums
     // Begins to form a quarter of the dQ of the tile before.
-    const auto multiply_keys = [&](i32 part) {
+    const auto multiply_keys = [&](GradQueries& grad_q, i32 part) {
       const u64 gradients = m.gradients[before.stage].columns_from();
       const u64 keys = m.keys.columns_from(group * half + part * quarter);
       ptx::wgmma<false, true, true>(E{}, registers(grad_q), gradients, keys);
@@ -89,7 +89,7 @@ struct BackwardWide {
                                      KeyRows::across(keys, step));
       ptx::wgmma_commit();
     };
-    const auto add_grad_query = [&](i32 part) {
+    const auto add_grad_query = [&](GradQueries& grad_q, i32 part) {
       ptx::registers_change(registers(grad_q));
       const i32 column = group * half + part * quarter;
       if (row_before < 0 || column >= Row::ld) return;
@@ -105,19 +105,22 @@ struct BackwardWide {
       add(grad_k, gradients, queries, added > 0);
       ptx::wgmma_commit();
       ++added;
-      if constexpr (C::grad_query) multiply_keys(0);
+      if constexpr (C::grad_query) multiply_keys(grad_q, 0);
     };
-    const auto products_are_there = [&] {
+    // Until they are there; the other quarter of dQ is formed while this one is added, in the registers of scores.
+    const auto finish_products = [&] {
+      GradQueries other;
+      if constexpr (C::grad_query) {
+        ptx::wgmma_fence();
+        multiply_keys(other, 1);
+      }
+      ptx::wgmma_wait<C::grad_query ? 1 : 0>();
       ptx::registers_change(registers(grad_v));
       ptx::registers_change(registers(grad_k));
-    };
-    const auto add_grad_queries = [&] {
       if constexpr (C::grad_query) {
-        add_grad_query(0);
-        ptx::wgmma_fence();
-        multiply_keys(1);
+        add_grad_query(grad_q, 0);
         ptx::wgmma_wait<0>();
-        add_grad_query(1);
+        add_grad_query(other, 1);
       }
     };
 
@@ -145,9 +148,7 @@ struct BackwardWide {
       m.gradients[now.stage].put(gradients, [](i32) { return 1.0f; });
       ptx::fence_proxy_async();
       // Whose weights are there has done with those two tiles before, in whose place they are.
-      ptx::wgmma_wait<0>();
-      products_are_there();
-      add_grad_queries();
+      finish_products();
       ptx::sync_warp();
       if (arch::lane() == 0) {
         ptx::mbarrier_arrive(m.weights_turn[now.stage].full());
@@ -159,9 +160,7 @@ struct BackwardWide {
     } while (tiles.more());
     ptx::wgmma_fence();
     multiply_weights();
-    ptx::wgmma_wait<0>();
-    products_are_there();
-    add_grad_queries();
+    finish_products();
     finish(m, group, b, grad_k, grad_v, p);
   }
 
