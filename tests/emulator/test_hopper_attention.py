@@ -45,7 +45,7 @@ def test_every_seed_gives_the_same_bits() -> None:
     assert all(torch.equal(other, results[0]) for other in results[1:])
 
 
-FORWARD, BACKWARD = "forward_warpgroups", "backward_warpgroups"
+FORWARD, BACKWARD, WIDE = "forward_warpgroups", "backward_warpgroups", "backward_wide"
 # Kernel, what of its text is replaced where it is found first (an expression, not to age too fast), and by what.
 FAULTS = {
     "keys are not waited for": (FORWARD, r"m\.keys_turn\[\S+?\.wait_full\(\S+?\);", ""),
@@ -70,6 +70,12 @@ FAULTS = {
     "rows are given back before they are used": (BACKWARD, r"tiles_done - 1\)\.stage\)", "tiles_done).stage)"),
     "sums are stored without a fence": (BACKWARD, r"(values\.put\(.*?;\s+)ptx::fence_proxy_async\(\);", r"\1"),
     "sums are stored before all have put theirs": (BACKWARD, r"ptx::sync_some\(own \+ group, 128\);", ""),
+    "weights are not waited for": (WIDE, r"m\.weights_turn\[\S+?\.wait_full\(\S+?\);", ";"),
+    "gradients of scores are not waited for": (WIDE, r"m\.gradients_turn\[\S+?\.wait_full\(\S+?\);", ";"),
+    "gradients of scores are used without a fence": (
+        WIDE, r"(m\.gradients\[\S+?\]\.put\(.*?;\s+)ptx::fence_proxy_async\(\);", r"\1",
+    ),
+    "a quarter of dQ is added before it is there": (WIDE, r"ptx::wgmma_wait<0>\(\);(\s+add_grad_query)", r"\1"),
 }  # fmt: skip
 
 
@@ -87,7 +93,8 @@ def test_faults_are_seen(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
     planted: list[int] = []
     monkeypatch.setattr(attention, "assemble", assemble)
-    case = Case(BF16, heads_q=2, heads_kv=2, seq_q=330, seq_kv=600, head_dim=64, head_dim_v=64, causal="bottom_right")
+    dim = 256 if kernel == WIDE else 64
+    case = Case(BF16, heads_q=2, heads_kv=2, seq_q=330, seq_kv=600, head_dim=dim, head_dim_v=dim, causal="bottom_right")
     seen = None
     try:
         oracle.verify(case, Emulated("sm_90a", race_check=True, units=1))

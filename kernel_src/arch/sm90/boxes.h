@@ -70,6 +70,15 @@ struct BoxedRows {
 #pragma unroll
       for (i32 word = 0; word < 4; ++word) ptx::store_shared(to.at(2 * i + word / 2, word % 2), from[i].word[word]);
   }
+  // use(tile, slot, word): what this lane has put for two neighbouring columns of a matrix M.
+  template <class M, class Use>
+  METHOD void each_put(Use use) const {
+    const Place<M> from = place<M>();
+#pragma unroll
+    for (i32 j = 0; j < M::n_tiles; ++j)
+#pragma unroll
+      for (i32 slot = 0; slot < 2; ++slot) use(j, slot, ptx::load_shared<u32>(from.at(j, slot)));
+  }
 
  private:
   // Where this lane's neighbouring elements of 8 columns lie, of its row (slot 0) and that 8 further (slot 1).

@@ -41,6 +41,13 @@ struct Either<false, A, B> {
   using Type = B;
 };
 
+// Four warps down, as a warpgroup has its rows, and each warpgroup for itself.
+struct EachWarpgroup {
+  static constexpr i32 down = 4, across = 1;
+  static METHOD i32 row_part() { return warp() % 4; }
+  static METHOD i32 column_part() { return 0; }
+};
+
 // Four warps down, as a warpgroup has its rows, and warpgroups side by side.
 template <i32 across_>
 struct WarpgroupsAcross {

@@ -1,7 +1,7 @@
-// Backward attention on Hopper for head dims beyond 128, of which a block of threads holds 64 keys. Two warpgroups
-// share each tile of query rows: each forms half of the columns of scores, and half of the head dim of dK, dV and dQ,
-// for which weights and gradients pass through shared memory. These products run while the weights of the next tile are
-// made. See attn/backward.h for the formulas.
+// Backward attention on Hopper for head dims beyond 128, of which a block of threads holds 64 keys. Of each tile of
+// query rows one warpgroup makes weights and the other, from these, gradients; both pass through shared memory. Then
+// each forms half of the head dim of dK, dV and dQ. These products run while the weights of the next tile are made. See
+// attn/backward.h for the formulas.
 #pragma once
 #include "accumulate.h"
 #include "attn/backward_rows.h"
@@ -22,7 +22,7 @@ struct BackwardWide {
   using WeightRows = arch::BoxedRows<E, C::block_n, C::block_m>;
 
   using Across = arch::WarpgroupsAcross<groups>;
-  using Scores = arch::Matrix<Across, C::block_n, C::block_m>;
+  using Scores = arch::Matrix<arch::EachWarpgroup, C::block_n, C::block_m>;  // or gradients of probabilities
   using Keyed = KeyMajor<Scores>;
   using Sums = arch::Matrix<Across, 64, width>;
   // dQ takes two passes: there are not registers enough for a whole half of the head dim.
@@ -34,14 +34,17 @@ struct BackwardWide {
     KeyRows keys, values;
     Stages rows;
     WeightRows weights[2], gradients[2];
-    arch::Turnover keys_turn, weights_turn[2];
+    arch::Turnover keys_turn;
+    arch::Turnover weights_turn[2],
+        gradients_turn[2];  // weights are there; gradients are, and products of those before
   };
 
   static METHOD void run(i32 block, Memory& memory, P const& p) {
     if (ptx::thread_index() == 0) {
       memory.keys_turn.init(1);
       memory.rows.init(warps);
-      for (auto& turn : memory.weights_turn) ptx::mbarrier_init(turn.full(), warps);
+      for (auto& turn : memory.weights_turn) ptx::mbarrier_init(turn.full(), 4);
+      for (auto& turn : memory.gradients_turn) ptx::mbarrier_init(turn.full(), warps);
       ptx::fence_mbarrier_init();
     }
     ptx::sync_block();
@@ -76,8 +79,9 @@ struct BackwardWide {
     }
     arch::Position<C::stages> at, before_at;
     arch::Position<2> now, before{1, 0};  // of weights
-    i64 row_before = -1;                  // of the tile before; while there is none, products are of nothing and wasted
-    i32 added = -1;                       // tiles whose products are in the sums
+    const bool of_weights = group == 0;
+    i64 row_before = -1;  // of the tile before; while there is none, products are of nothing and wasted
+    i32 added = -1;       // tiles whose products are in the sums
     // Begins to form a quarter of the dQ of the tile before.
     const auto multiply_keys = [&](GradQueries& grad_q, i32 part) {
       const u64 gradients = m.gradients[before.stage].columns_from();
@@ -97,7 +101,7 @@ struct BackwardWide {
     };
     // Begins to add the tile before to the sums.
     const auto multiply_weights = [&] {
-      if (row_before >= 0) m.weights_turn[before.stage].wait_full(before.round);
+      if (row_before >= 0) m.gradients_turn[before.stage].wait_full(before.round);
       const u64 weights = m.weights[before.stage].rows_from(0), gradients = m.gradients[before.stage].rows_from(0);
       const u64 grad_out = m.rows.grad_out[before_at.stage].columns_from(group * half);
       const u64 queries = m.rows.query[before_at.stage].columns_from(group * half);
@@ -128,30 +132,35 @@ struct BackwardWide {
 #pragma unroll 1
     do {
       auto const& statistics = m.rows.statistics[at.stage];
-      Scores weights, gradients;
+      Scores scores;
       m.rows.query_turn[at.stage].wait_full(at.round);
-      ptx::wgmma_fence();
-      multiply_along<base::ceil_div(C::head_dim, 16)>(weights, m.keys, m.rows.query[at.stage], group);
       m.rows.grad_out_turn[at.stage].wait_full(at.round);
-      multiply_along<base::ceil_div(C::head_dim_v, 16)>(gradients, m.values, m.rows.grad_out[at.stage], group);
+      ptx::wgmma_fence();
+      multiply_along(scores, of_weights ? m.keys : m.values,
+                     of_weights ? m.rows.query[at.stage] : m.rows.grad_out[at.stage]);
       multiply_weights();
-      ptx::wgmma_wait<C::grad_query ? 3 : 2>();
-      ptx::registers_change(registers(weights));
-      Keyed::make_weights(weights, statistics.lse, scale);
-      const i32 keys_end = b.first + C::block_n;
-      if (!mask.whole(tiles.row, keys_end) || keys_end > p.seq_kv || Keyed::any_coarse_row(statistics.lse))
-        Keyed::correct(weights, mask.limit(tiles.row, b.first), b.keys);
-      m.weights[now.stage].put(weights, [](i32) { return 1.0f; });
       ptx::wgmma_wait<C::grad_query ? 2 : 1>();
-      ptx::registers_change(registers(gradients));
-      Keyed::make_gradients(gradients, weights, statistics.delta);
-      m.gradients[now.stage].put(gradients, [](i32) { return 1.0f; });
-      ptx::fence_proxy_async();
-      // Whose weights are there has done with those two tiles before, in whose place they are.
+      ptx::registers_change(registers(scores));
+      if (of_weights) {
+        Keyed::make_weights(scores, statistics.lse, scale);
+        const i32 keys_end = b.first + C::block_n;
+        if (!mask.whole(tiles.row, keys_end) || keys_end > p.seq_kv || Keyed::any_coarse_row(statistics.lse))
+          Keyed::correct(scores, mask.limit(tiles.row, b.first), b.keys);
+        m.weights[now.stage].put(scores, [](i32) { return 1.0f; });
+        ptx::fence_proxy_async();
+        ptx::sync_warp();
+        if (arch::lane() == 0) ptx::mbarrier_arrive(m.weights_turn[now.stage].full());
+      } else {
+        m.weights_turn[now.stage].wait_full(now.round);
+        make_gradients(scores, m.weights[now.stage], statistics.delta);
+        m.gradients[now.stage].put(scores, [](i32) { return 1.0f; });
+        ptx::fence_proxy_async();
+      }
+      // Who has come so far is done with the weights of two tiles before, in whose place these are.
       finish_products();
       ptx::sync_warp();
       if (arch::lane() == 0) {
-        ptx::mbarrier_arrive(m.weights_turn[now.stage].full());
+        ptx::mbarrier_arrive(m.gradients_turn[now.stage].full());
         if (row_before >= 0) m.rows.leave(before_at.stage);
       }
       row_before = tiles.data_row(b, p);
@@ -164,15 +173,24 @@ struct BackwardWide {
     finish(m, group, b, grad_k, grad_v, p);
   }
 
-  // scores = keys rows^T, of this warpgroup's half of the rows
-  template <i32 steps>
-  static METHOD void multiply_along(Scores& scores, KeyRows const& of_keys, QueryRows const& of_rows, i32 group) {
-    const u64 keys = of_keys.rows_from(0), rows = of_rows.rows_from(group * C::block_m / groups);
+  // scores = keys rows^T
+  static METHOD void multiply_along(Scores& scores, KeyRows const& of_keys, QueryRows const& of_rows) {
+    constexpr i32 steps = base::ceil_div(base::most(C::head_dim, C::head_dim_v), 16);
+    const u64 keys = of_keys.rows_from(0), rows = of_rows.rows_from(0);
     ptx::wgmma<false, false>(E{}, registers(scores), keys, rows);
 #pragma unroll
     for (i32 step = 1; step < steps; ++step)
       ptx::wgmma<true, false>(E{}, registers(scores), KeyRows::along(keys, step), QueryRows::along(rows, step));
     ptx::wgmma_commit();
+  }
+  // Gradients of probabilities -> gradients of scores.
+  static METHOD void make_gradients(Scores& gradients, WeightRows const& weights, const float* delta) {
+    weights.template each_put<Scores>([&](i32 tile, i32 slot, u32 word) {
+      const i32 column = Scores::column(tile, 0);
+      float (&x)[4] = gradients.at[0][tile];
+      x[2 * slot] = arch::element<E>({word}, 0) * (x[2 * slot] - delta[column]);
+      x[2 * slot + 1] = arch::element<E>({word}, 1) * (x[2 * slot + 1] - delta[column + 1]);
+    });
   }
   // to += weights rows, or at first to = weights rows
   static METHOD void add(Sums& to, u64 weights, u64 rows, bool more) {
