@@ -134,7 +134,6 @@ def _moves_by_boxes(problem: Problem) -> bool:
         and not problem.repeats
         and problem.head_dim % 8 == 0
         and problem.head_dim_v % 8 == 0
-        and problem.seq_q > 0
         and problem.seq_kv > 0
         and problem.scale > 0
     )
