@@ -35,8 +35,8 @@ struct BackwardWide {
     Stages rows;
     WeightRows weights[2], gradients[2];
     arch::Turnover keys_turn;
-    arch::Turnover weights_turn[2],
-        gradients_turn[2];  // weights are there; gradients are, and products of those before
+    arch::Turnover weights_turn[2];    // weights are there
+    arch::Turnover gradients_turn[2];  // gradients are, and products with those before them are done
   };
 
   static METHOD void run(i32 block, Memory& memory, P const& p) {
