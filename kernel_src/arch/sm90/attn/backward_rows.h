@@ -10,8 +10,9 @@
 
 namespace attn {
 
-// The tiles of query rows that see a block of keys, of one query head of the group after the other. Blocks of keys
-// begin at different rows of their first head, so that fewer add to the same rows of dQ at a time.
+// The tiles of query rows that see a block of keys, of one query head of the group after the other. Where there are
+// more than two blocks of keys they begin at rows of their own of their first head, so that fewer add to the same rows
+// of dQ at a time.
 template <class C, class P>
 struct RowTiles {
   i32 first, row, head, left;
@@ -22,9 +23,8 @@ struct RowTiles {
     if (first >= (i32)p.seq_q) return;
     const u32 tiles = base::ceil_div((u32)((i32)p.seq_q - first), (u32)C::block_m);
     left = (i32)tiles * group(p);
-    if (!C::spread) return;
     const u32 block = (u32)(b.first / C::block_n), blocks = base::ceil_div((u32)p.seq_kv, (u32)C::block_n);
-    row += (i32)(block * base::most(tiles / blocks, 1u) % tiles) * C::block_m;
+    if (blocks > 2) row += (i32)(block * base::most(tiles / blocks, 1u) % tiles) * C::block_m;
   }
   METHOD bool more() const { return left > 0; }
   METHOD void next(P const& p) {
@@ -33,7 +33,7 @@ struct RowTiles {
     if (row < (i32)p.seq_q) return;
     row = first;
     ++head;
-    if (C::spread && head % group(p) == 0) head -= group(p);  // the rows left out at the beginning
+    if (head % group(p) == 0) head -= group(p);  // the rows left out at the beginning
   }
   // In the workspace.
   METHOD i64 data_row(KeyBlock const& b, P const& p) const {
