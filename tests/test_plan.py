@@ -78,9 +78,10 @@ def test_blocks_cover_every_row_and_key(on: target.Target, deterministic: bool) 
                     if step.config.kernel in ("backward", "backward_warpgroups", "backward_wide"):
                         heads, side = problem.batch * problem.heads_kv, step.config.block_n
                     blocks = splits * heads * -(-length // side)
+                    if step.config.kernel == "backward_warpgroups" and problem.causal and -(-length // side) % 2 == 0:
+                        blocks //= 2  # two from both ends of a head
                     if step.config.kernel in ("forward_warpgroups", "backward_warpgroups"):  # whose blocks take several
-                        assert step.blocks in (blocks, on.units, blocks // 2)
-                        continue
+                        blocks = min(blocks, on.units)
                     assert step.blocks == blocks
 
 

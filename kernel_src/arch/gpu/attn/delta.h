@@ -45,8 +45,7 @@ struct Delta {
   static constexpr i32 bytes = base::most(C::vector, (i32)sizeof(E)), elements = bytes / (i32)sizeof(E);
   static constexpr i32 pieces = base::ceil_div(C::head_dim_v, elements);
   static constexpr i32 lanes = pieces > 16 ? 32 : pieces > 8 ? 16 : pieces > 4 ? 8 : 4;
-
-  static constexpr i32 at_once = pieces <= lanes ? 4 : 1;
+  static constexpr i32 at_once = pieces <= lanes ? 4 : 1;  // rows of a lane; of wide ones a row is enough
 
   static METHOD void store(i32 i, i32 part, float delta, float lse, i64 head, QueryBlock const& b, P const& p) {
     const i64 row = Row::row(head, b.first + i, p);
