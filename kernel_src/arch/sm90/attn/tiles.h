@@ -83,12 +83,7 @@ struct KeyBlocks {
   METHOD bool more() const { return piece() < (u32)p.batch * (u32)p.heads_kv * pieces(); }
   METHOD KeyBlock block() const {
     const u32 head = piece() / pieces(), rank = piece() - head * pieces();
-    KeyBlock b;
-    b.batch = (i32)(head / (u32)p.heads_kv);
-    b.head_kv = (i32)(head - (u32)b.batch * (u32)p.heads_kv);
-    b.first = (i32)(paired() && done % 2 ? per_head() - 1 - rank : rank) * C::block_n;
-    b.keys = base::least(C::block_n, (i32)p.seq_kv - b.first);
-    return b;
+    return key_block<C>((i32)(head * per_head() + (paired() && done % 2 ? per_head() - 1 - rank : rank)), p);
   }
 
  private:
