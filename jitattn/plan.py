@@ -116,6 +116,7 @@ def _fits(row: dict[str, Any], problem: Problem, target: Target) -> bool:
         target.arch in row.get("archs", (target.arch,))
         and (largest is None or max(problem.head_dim, problem.head_dim_v) <= largest)
         and problem.head_dim >= row.get("min_head_dim", 0)
+        and row.get("min_seq_kv", 0) <= problem.seq_kv <= row.get("max_seq_kv", problem.seq_kv)
         and problem.dtype in row.get("dtypes", (problem.dtype,))
         and row.get("causal", problem.causal) == problem.causal
         and row.get("deterministic", problem.deterministic) == problem.deterministic
@@ -227,23 +228,19 @@ def _gpu_forward_tile(problem: Problem, target: Target, by_boxes: bool = True) -
 def _gpu_backward(problem: Problem, target: Target) -> Plan:
     heads_q, heads_kv = problem.batch * problem.heads_q, problem.batch * problem.heads_kv
     tile = _gpu_tile("backward", problem, target, heads_kv, problem.seq_kv, "block_n")
+    if tile.get("kernel") in _BY_BOXES:
+        return _gpu_backward_by_boxes(problem, target, tile)
     blocks = heads_kv * _ceil_div(problem.seq_kv, tile["block_n"])
     alone = tile.pop("alone", False)  # each gradient by a pass of its own, where registers or shared memory are few
     # Sums of dQ that blocks add to as they finish differ in their last bits from run to run.
     sums = not (problem.deterministic or alone)
 
-    kernel = tile.pop("kernel", "backward")
-    if kernel == "backward_warpgroups":
-        blocks = _blocks_in_turns(heads_kv, _ceil_div(problem.seq_kv, tile["block_n"]), problem.causal, target.units)
-
     def backward(keys: bool, values: bool) -> Step:
-        if kernel in _BY_BOXES:
-            return Step(_gpu_config(kernel, problem, tile, vector=False, grad_query=sums), blocks)
         constants = {"grad_keys": keys, "grad_values": values, "grad_query": keys and sums}
-        return Step(_gpu_config(kernel, problem, tile, vector=True, **constants), blocks)
+        return Step(_gpu_config("backward", problem, tile, vector=True, **constants), blocks)
 
     steps, workspace = _gpu_magnitudes(problem, target)
-    steps.append(_gpu_rows_step("delta", problem, target, vector=True, clear=sums))
+    steps.append(_gpu_rows_step("delta", problem, target, vector=True, clear=sums, ordered=False))
     steps += [backward(False, True), backward(True, False)] if alone else [backward(True, True)]
     if sums:
         steps.append(_gpu_rows_step("store_grad_query", problem, target))
@@ -251,16 +248,35 @@ def _gpu_backward(problem: Problem, target: Target) -> Plan:
         own = _gpu_tile("grad_query", problem, target, heads_q, problem.seq_q, "block_m")
         config = _gpu_config("grad_query", problem, own, vector=True)
         steps.append(Step(config, heads_q * _ceil_div(problem.seq_q, own["block_m"])))
-    floats = 2 + (
-        _round_up(problem.head_dim, _GRAD_QUERY_COLUMNS) if sums else 0
-    )  # for each row: LSE, delta, sums of dQ
-    return Plan(tuple(steps), 1, workspace + 4 * heads_q * _round_up(problem.seq_q, _ROWS_AT_ONCE) * floats)
+    return Plan(tuple(steps), 1, workspace + _gpu_row_data(problem, sums, ordered=False))
 
 
-def _blocks_in_turns(heads: int, per_head: int, causal: bool, units: int) -> int:
-    """Blocks of threads that take one piece of work after the other: kernel_src/arch/sm90/attn/tiles.h, KeyBlocks."""
-    pieces = per_head // 2 if causal and per_head % 2 == 0 else per_head
-    return min(heads * pieces, units)
+def _gpu_backward_by_boxes(problem: Problem, target: Target, tile: dict[str, Any]) -> Plan:
+    kernel, cluster = tile.pop("kernel"), tile["cluster"]
+    keys = _ceil_div(problem.seq_kv, cluster * tile["block_n"])  # blocks of them in a head, for a cluster each
+    complete = keys == 1  # dQ needs no sums
+    ordered = problem.deterministic and not complete
+    # Clusters take one piece of work after the other: kernel_src/arch/sm90/attn/tiles.h, KeyBlocks.
+    at_once = max(1, target.units // cluster)
+    paired = problem.causal and keys % 2 == 0 and (not ordered or keys // 2 <= at_once)
+    pieces = keys // 2 if paired else keys
+    if ordered and pieces < at_once:
+        at_once -= at_once % pieces  # each has the same piece of every head, and so they stay as far apart as they are
+    blocks = cluster * min(problem.batch * problem.heads_kv * pieces, at_once)
+    steps = [
+        _gpu_rows_step("delta", problem, target, vector=True, clear=not complete, ordered=ordered),
+        Step(_gpu_config(kernel, problem, tile, vector=False, complete=complete, ordered=ordered), blocks),
+    ]
+    if not complete:
+        steps.append(_gpu_rows_step("store_grad_query", problem, target))
+    return Plan(tuple(steps), 1, _gpu_row_data(problem, not complete, ordered))
+
+
+def _gpu_row_data(problem: Problem, sums: bool, ordered: bool) -> int:
+    """Bytes of what a backward pass keeps of the query rows: LSE, delta, sums of dQ, whose turn it is to add to them.
+    See kernel_src/arch/gpu/attn/workspace.h."""
+    floats = 2 + (_round_up(problem.head_dim, _GRAD_QUERY_COLUMNS) if sums else 0) + ordered
+    return 4 * problem.batch * problem.heads_q * _round_up(problem.seq_q, _ROWS_AT_ONCE) * floats
 
 
 def _gpu_magnitudes(problem: Problem, target: Target) -> tuple[list[Step], int]:

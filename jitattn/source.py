@@ -71,6 +71,7 @@ def assemble(config: KernelConfig, target: Target, compiler: str) -> Source:
         f"// compiler {compiler}",
     ]
     flatten = _Flattening(target.overlay, config)
+    entry = "JITATTN_ENTRY_OF_CLUSTERS" if dict(config.constants).get("cluster", 1) > 1 else "JITATTN_ENTRY"
     text = "\n".join([
         *banner,
         *flatten("base/types.h"),
@@ -81,7 +82,7 @@ def assemble(config: KernelConfig, target: Target, compiler: str) -> Source:
         *flatten("launch.h"),
         '#line 1 "<entry>"',
         f"using Algorithm = attn::{algorithm}<Config, Params>;",
-        "JITATTN_ENTRY(Algorithm, Params)",
+        f"{entry}(Algorithm, Params)",
         "",
     ])  # fmt: skip
     return _overridden(Source(text, _ENTRIES[target.vendor], target.compile_flags, key_of(text)))
@@ -130,8 +131,8 @@ def _wgmma_shapes(config: KernelConfig) -> list[str]:
     heads = {-(-dim // 16) * 16 for dim in (config.head_dim, config.head_dim_v)}
     columns = {
         "forward_warpgroups": {config.block_n} | heads,
-        "backward_warpgroups": {config.block_m, 64} | heads,
-        "backward_wide": {config.block_m // 2, 64, 128},
+        "backward_warpgroups": {config.block_m, 32, 64} | heads,
+        "backward_wide": {64} | heads,
     }[config.kernel]
     return ["namespace ptx {", *wgmma.functions(_ELEMENTS[config.dtype], columns), "}"]
 

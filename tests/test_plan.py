@@ -11,11 +11,11 @@ import pytest
 
 from jitattn import plan, target
 from jitattn.errors import Unsupported
-from jitattn.plan import Plan, make_plan
+from jitattn.plan import Plan, Step, make_plan
 from jitattn.problem import DTYPES, Problem
 
 TARGETS = [target.parse(arch) for arch in target.CUDA_ARCHS]
-SM90 = target.parse("sm_90")
+SM90, SM90A = target.parse("sm_90"), target.parse("sm_90a")
 TABLES = sorted({on.table for on in TARGETS})
 
 BASE = Problem(
@@ -78,11 +78,23 @@ def test_blocks_cover_every_row_and_key(on: target.Target, deterministic: bool) 
                     if step.config.kernel in ("backward", "backward_warpgroups", "backward_wide"):
                         heads, side = problem.batch * problem.heads_kv, step.config.block_n
                     blocks = splits * heads * -(-length // side)
-                    if step.config.kernel == "backward_warpgroups" and problem.causal and -(-length // side) % 2 == 0:
-                        blocks //= 2  # two from both ends of a head
-                    if step.config.kernel in ("forward_warpgroups", "backward_warpgroups"):  # whose blocks take several
+                    if step.config.kernel in ("backward_warpgroups", "backward_wide"):
+                        blocks = blocks_in_turns(step, heads, length, on.units)
+                    if step.config.kernel == "forward_warpgroups":  # whose blocks take several
                         blocks = min(blocks, on.units)
                     assert step.blocks == blocks
+
+
+def blocks_in_turns(step: Step, heads: int, length: int, units: int) -> int:
+    """Of threads, for `heads` heads of so many keys."""
+    of_step = dict(step.config.constants)
+    cluster, ordered = of_step["cluster"], of_step["ordered"]
+    most, pieces = units // cluster, -(-length // (step.config.block_n * cluster))
+    if step.config.causal and pieces % 2 == 0 and (not ordered or pieces // 2 <= most):
+        pieces //= 2  # two from both ends of a head
+    if ordered and pieces < most:
+        most = most // pieces * pieces  # each has the same piece of every head
+    return cluster * min(heads * pieces, most)
 
 
 def test_the_steps_of_a_backward() -> None:
@@ -92,6 +104,26 @@ def test_the_steps_of_a_backward() -> None:
     fixed = make_plan(replace(BASE, direction="backward", deterministic=True), SM90)
     assert kernels(fixed) == ["delta", "backward", "grad_query"]
     assert constants(fixed, "delta")["clear"] is False and constants(fixed, "backward")["grad_query"] is False
+
+
+def test_the_steps_of_a_backward_on_hopper() -> None:
+    def made(seq_kv: int, head_dim: int, deterministic: bool) -> Plan:
+        sizes = {"seq_kv": seq_kv, "head_dim": head_dim, "head_dim_v": head_dim}
+        return make_plan(replace(BASE, direction="backward", deterministic=deterministic, **sizes), SM90A)
+
+    for deterministic in (False, True):
+        summed = made(4096, 128, deterministic)
+        assert kernels(summed) == ["delta", "backward_warpgroups", "store_grad_query"]
+        for step in ("delta", "backward_warpgroups"):
+            assert constants(summed, step)["ordered"] is deterministic
+        assert constants(summed, "delta")["clear"] is True
+        # One block of keys, or a cluster of two, has all that there are.
+        for seq_kv, head_dim in ((128, 64), (256, 128), (128, 256)):
+            kernel = "backward_wide" if head_dim > 128 else "backward_warpgroups"
+            whole = made(seq_kv, head_dim, deterministic)
+            assert kernels(whole) == ["delta", kernel] and constants(whole, "delta")["clear"] is False
+            assert constants(whole, kernel)["complete"] is True and constants(whole, kernel)["ordered"] is False
+            assert whole.workspace_bytes < summed.workspace_bytes
 
 
 @pytest.mark.parametrize("on", TARGETS, ids=str)

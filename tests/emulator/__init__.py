@@ -11,15 +11,18 @@ do. A text is assembled for the emulator by putting its folder first:
                  seed=1, race_check=True)
 
 or written by hand with `#include "launch.h"` (tests/test_emulator.py has many). For whole plans on tensors see
-tests/emulator/attention.py. Kernels for Hopper's copy engine and warpgroup products (kernel_src/arch/sm90) run as well;
-what a driver would write into their tensor maps comes from boxes.py.
+tests/emulator/attention.py. Kernels for Hopper's copy engine, warpgroup products and clusters of blocks
+(kernel_src/arch/sm90) run as well; what a driver would write into their tensor maps comes from boxes.py.
 
 An error of a kernel raises EmulatorError: accesses that are misaligned, or outside of shared memory and the regions (of
 plain loads and stores too); warps that diverge at a collective operation; deadlocks; faults of the processor; with
 `race_check` accesses to shared memory that no barrier orders, at twice the time. What shared memory has before it is
 written, and where a copy is under way, is NaN, and so are the sums of products that were not waited for.
 
-Not emulated: time, caches, other blocks at the same time (blocks run one after the other), bank conflicts, registers.
+A block of a cluster may not end before all is over that others do with its shared memory. sync_cluster waits for every
+thread, also for those that have ended, which a GPU does not wait for.
+
+Not emulated: time, caches, other blocks at the same time (clusters run one after the other), bank conflicts, registers.
 """
 
 from __future__ import annotations
@@ -101,6 +104,7 @@ def run(
     """Launch a kernel and wait for its end.
 
     :param parameters: the bytes of its Params
+    :param blocks: whole clusters of them
     :param threads: of a block, if not what the kernel says; likewise `shared_bytes`
     :param seed: of the order in which blocks, warps, lanes and copies take their turns
     :param flags: for the compiler
@@ -129,6 +133,7 @@ class _CLaunch(ctypes.Structure):
         ("params", ctypes.c_char_p),
         ("params_bytes", ctypes.c_int64),
         ("blocks", ctypes.c_int64),
+        ("cluster", ctypes.c_int64),
         ("threads", ctypes.c_int64),
         ("shared_bytes", ctypes.c_int64),
         ("regions", ctypes.POINTER(_CRegion)),
@@ -151,6 +156,10 @@ class _Kernel:
         self._lock = threading.Lock()
         threads, shared_bytes = (ctypes.c_int * 2).in_dll(self._library, "jitattn_shape")
         self.shape = threads, shared_bytes
+        try:
+            self.cluster = ctypes.c_int.in_dll(self._library, "jitattn_cluster").value
+        except ValueError:  # a text with an entry of its own
+            self.cluster = 1
 
     @staticmethod
     def of(text: str, flags: Sequence[str] = ()) -> _Kernel:
@@ -163,6 +172,8 @@ class _Kernel:
         count = self.shape[0] if threads is None else threads
         if not 0 < count <= 1024 or count % 32:
             raise ValueError(f"a block has whole warps and at most 1024 threads, not {count}")
+        if not 0 < self.cluster <= 8 or blocks % self.cluster:
+            raise ValueError(f"{blocks} blocks are to be clusters of {self.cluster}: of 1 to 8 all are whole")
         message = ctypes.create_string_buffer(_MESSAGE_BYTES)
         calls = (ctypes.c_uint64 * _CALLS)()
         launch = _CLaunch(
@@ -170,6 +181,7 @@ class _Kernel:
             params=parameters,
             params_bytes=len(parameters),
             blocks=blocks,
+            cluster=self.cluster,
             threads=count,
             shared_bytes=self.shape[1] if shared_bytes is None else shared_bytes,
             regions=(_CRegion * len(regions))(

@@ -34,10 +34,11 @@ struct alignas(64) TensorMap {{
 #include "mbarrier.h"
 #include "tma.h"
 #include "wgmma.h"
+#include "cluster.h"
 #include "launch.h"
 
 struct Config {{
-  static constexpr i32 warps = {warps};
+  static constexpr i32 warps = {warps}, cluster = {cluster};
 }};
 struct Params {{
   {params}
@@ -54,26 +55,27 @@ struct Kernel {{
 #line 1 "<entry>"
   }}
 }};
-JITATTN_ENTRY(Kernel, Params)
+JITATTN_ENTRY_OF_CLUSTERS(Kernel, Params)
 """
 
 
 def launch(
-    body: str, *, warps: int = 1, shared_bytes: int = 4096, blocks: int = 1, inputs: str = "", seed: int = 0,
-    race_check: bool = False, flags: Sequence[str] = (), boxes: Mapping[str, int] | None = None, **tensors: Tensor,
+    body: str, *, warps: int = 1, shared_bytes: int = 4096, blocks: int | None = None, cluster: int = 1,
+    inputs: str = "", seed: int = 0, race_check: bool = False, flags: Sequence[str] = (),
+    boxes: Mapping[str, int] | None = None, **tensors: Tensor,
 ) -> None:  # fmt: skip
     """Run a kernel whose body has `thread`, `lane`, `warp`, `block`, `shared` (the address of its memory) and `p.NAME`
     for every tensor; those named in `inputs` may not be written. For those in `boxes`, of so many rows, there is a
-    tensor map `p.NAME_map`."""
+    tensor map `p.NAME_map`. There is one cluster of blocks, if not more."""
     maps = {name: box_map(tensors[name], rows) for name, rows in (boxes or {}).items()}
     members = [f"{_POINTERS[x.dtype]} {name};" for name, x in tensors.items()] + [f"TensorMap {x}_map;" for x in maps]
-    text = _TEXT.format(warps=warps, shared_bytes=shared_bytes, params="\n  ".join(members), body=body)
+    text = _TEXT.format(warps=warps, cluster=cluster, shared_bytes=shared_bytes, params="\n  ".join(members), body=body)
     options: dict[str, Any] = {"seed": seed, "race_check": race_check, "flags": flags}
     regions = [region(name, x, writable=name not in inputs.split()) for name, x in tensors.items()]
     pointers = struct.pack(f"={len(tensors)}Q", *(x.data_ptr() for x in tensors.values()))
     padding = bytes(-len(pointers) % 64 if maps else 0)
     packed = b"".join(tensor_map(each, tensors[name].data_ptr()).ljust(MAP_BYTES, b"\0") for name, each in maps.items())
-    run(text, pointers + padding + packed, blocks, regions, **options)
+    run(text, pointers + padding + packed, blocks or cluster, regions, **options)
 
 
 def box_map(x: Tensor, rows: int) -> parameters.TensorMap:

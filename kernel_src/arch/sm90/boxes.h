@@ -20,11 +20,11 @@ struct BoxedRows {
 
   METHOD u32 address() const { return ptx::shared_address(at); }
 
-  // Starts to bring rows of a head; `bytes` will arrive at the mbarrier.
-  METHOD void fetch(TensorMap const& map, u32 mbarrier, i32 row, i32 head, i32 batch) {
+  // Starts to bring rows of a head, of these the columns from `column` on; `bytes` will arrive at the mbarrier.
+  METHOD void fetch(TensorMap const& map, u32 mbarrier, i32 row, i32 head, i32 batch, i32 column = 0) {
 #pragma unroll
     for (i32 box = 0; box < boxes; ++box)
-      ptx::tma_load(address() + box * box_bytes, map, mbarrier, box * box_columns, row, head, batch);
+      ptx::tma_load(address() + box * box_bytes, map, mbarrier, column + box * box_columns, row, head, batch);
   }
   // Starts to write rows from `row` on, as many as the map's boxes have, or of these rows some of the boxes.
   METHOD void store(TensorMap const& map, i32 row, i32 to_row, i32 head, i32 batch) const {

@@ -1,6 +1,7 @@
 // Warpgroups in two roles: the first `groups` compute, the last one brings what they need and hands them registers.
 #pragma once
 #include "base/math.h"
+#include "cluster.h"
 #include "mbarrier.h"
 #include "tile.h"
 
@@ -20,14 +21,42 @@ struct Roles {
   // The one thread that brings does so, the others compute.
   template <class Bring, class Compute>
   static METHOD void split(Bring bring, Compute compute) {
+    split(bring, [](i32) {}, compute);
+  }
+  // The same with help(0), help(1) and help(2) by a thread each of the other warps of the warpgroup that brings.
+  template <class Bring, class Help, class Compute>
+  static METHOD void split(Bring bring, Help help, Compute compute) {
     const i32 mine = group();
     if (mine == groups) {
       ptx::setmaxnreg_dec<bringing>();
       if (ptx::thread_index() == 128 * groups) bring();
+      if (ptx::thread_index() % 32 == 0 && ptx::thread_index() > 128 * groups)
+        help((i32)ptx::thread_index() / 32 - 4 * groups - 1);
     } else {
       ptx::setmaxnreg_inc<computing>();
       compute(mine);
     }
+  }
+};
+
+// Blocks that run together, or one alone.
+template <i32 size>
+struct Cluster {
+  // What one thread of each block made ready in shared memory is there for all afterwards; returns the block's rank.
+  static METHOD u32 begin() {
+    if constexpr (size == 1) {
+      ptx::sync_block();
+      return 0;
+    } else {
+      ptx::sync_cluster();
+      return ptx::cluster_rank();
+    }
+  }
+  // Nobody uses another block's memory afterwards.
+  static METHOD void end() {
+    if constexpr (size == 1) return;
+    ptx::sync_warp();
+    ptx::sync_cluster();
   }
 };
 

@@ -23,9 +23,9 @@ FN Words4 whole_tile(Words4 pairs) {
 }
 
 // The first `size` columns (a multiple of 8, rows being aligned to 16 bytes), converted and row for row multiplied by
-// factor(slot), of `rows` rows.
+// factor(slot), of `rows` rows; only the first `columns` of them, a multiple of 8, where these are fewer.
 template <i32 size, class E, class M, class F>
-FN void store_rows(attn::RowsView<E> to, i32 rows, M const& from, F factor) {
+FN void store_rows(attn::RowsView<E> to, i32 rows, M const& from, F factor, i32 columns = size) {
   static_assert(M::m_tiles == 1 && size % 8 == 0 && sizeof(E) == 2, "");
   constexpr i32 tiles = size / 8;
   const i32 own = lane() % 4;
@@ -44,7 +44,8 @@ FN void store_rows(attn::RowsView<E> to, i32 rows, M const& from, F factor) {
           pairs.word[i] = pack(E{}, x[2 * slot] * f, x[2 * slot + 1] * f);
         }
       pairs = whole_tile(pairs);
-      if (row < rows && (first + 4 <= tiles || first + own < tiles)) ptx::store_global<16>(at + first * 8, pairs);
+      if (row < rows && (first + 4 <= tiles || first + own < tiles) && (first + own) * 8 < columns)
+        ptx::store_global<16>(at + first * 8, pairs);
     }
   }
 }

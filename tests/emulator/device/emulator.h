@@ -65,6 +65,16 @@ void mbarrier_wait_parity(u32 barrier, u32 parity);
 void fence_proxy_async();
 void set_registers(const char* name, u32 count);
 
+__attribute__((const)) u32 cluster_rank();
+void sync_cluster();
+u32 far_address(u32 address, u32 rank);
+void mbarrier_arrive_far(u32 far_barrier);
+void mbarrier_wait_parity_far(u32 barrier, u32 parity);
+void bulk_copy_far(u32 far_to, u32 from, u32 bytes, u32 far_barrier);
+
+void wait_global(const u32* number, u32 value);
+void add_release_global(u32* number, u32 x);
+
 void prefetch_tensormap(const void* map);
 void tma_load(u32 to, const void* map, u32 barrier, i32 x, i32 y, i32 z, i32 w);
 void bulk_load(u32 to, const void* from, u32 bytes, u32 barrier);

@@ -6,17 +6,18 @@
 #include "plain.h"
 #include "products.h"
 #include "tma.h"
+#include "turns.h"
 #include "wgmma.h"
 
 extern "C" __attribute__((visibility("default"))) int emulator_run(const engine::Launch* launch) {
   engine::run(*launch);
-  return engine::block.failed;
+  return engine::cluster.failed;
 }
 
 namespace emulator {
 
-using engine::block;
 using engine::check_global;
+using engine::cluster;
 using engine::Exchange;
 using engine::fail_here;
 using engine::lanes;
@@ -25,18 +26,18 @@ using engine::race;
 using engine::shared;
 using engine::text;
 
-u32 thread_index() { return block.current->index; }
-u32 block_index() { return block.index; }
+u32 thread_index() { return cluster.current->in_block; }
+u32 block_index() { return engine::block_number(cluster.current->rank); }
 
-void sync_block() { engine::wait_at(0, block.thread_count); }
+void sync_block() { engine::wait_at(engine::whole_block, cluster.block_threads); }
 void sync_warp() {
-  const u32 warp = engine::warp_of(block.current->index);
+  const u32 warp = engine::warp_of(cluster.current->index);
   meet("sync_warp", {}, [&](auto&, auto&) { race.order_warp(warp); });
 }
 static void check_barrier(const char* name, u32 barrier, u32 threads) {
   if (barrier == 0 || barrier > 15) fail_here(text("%s(%u): barriers 1 to 15 are to be had", name, barrier));
-  if (threads == 0 || threads % lanes || threads > block.thread_count)
-    fail_here(text("%s for %u of %u threads: whole warps meet", name, threads, block.thread_count));
+  if (threads == 0 || threads % lanes || threads > cluster.block_threads)
+    fail_here(text("%s for %u of %u threads: whole warps meet", name, threads, cluster.block_threads));
 }
 void sync_some(u32 barrier, u32 threads) {
   check_barrier("sync_some", barrier, threads);
@@ -62,7 +63,7 @@ u32 ballot(const char* name, bool x) {
 }
 
 u32 shared_address(const void* at) {
-  const auto offset = static_cast<const char*>(at) - shared.begin;
+  const auto offset = static_cast<const char*>(at) - shared.begin - shared.own_part();
   if (offset < 0 || offset > shared.bytes) fail_here("shared_address of something that is not in shared memory");
   return (u32)offset + engine::shared_start;
 }
@@ -142,7 +143,7 @@ Floats4 multiply_add(const char* name, Format format, Floats4 c, Words4 a, Words
 
 // ---- sm_90a
 
-u32 block_count() { return (u32)block.launch->blocks; }
+u32 block_count() { return (u32)cluster.launch->blocks; }
 void arrive_some(u32 barrier, u32 threads) {
   check_barrier("arrive_some", barrier, threads);
   meet("arrive_some", {{barrier, threads}},
@@ -151,11 +152,13 @@ void arrive_some(u32 barrier, u32 threads) {
 
 void mbarrier_init(u32 barrier, u32 count) { engine::init_mbarrier(barrier, count); }
 void fence_mbarrier_init() { engine::fence_mbarriers(); }
-void mbarrier_arrive(u32 barrier) { engine::arrive_at("mbarrier_arrive", barrier, 0); }
+void mbarrier_arrive(u32 barrier) { engine::arrive_at_own("mbarrier_arrive", barrier, 0); }
 void mbarrier_arrive_expect_tx(u32 barrier, u32 bytes) {
-  engine::arrive_at("mbarrier_arrive_expect_tx", barrier, bytes);
+  engine::arrive_at_own("mbarrier_arrive_expect_tx", barrier, bytes);
 }
-void mbarrier_wait_parity(u32 barrier, u32 parity) { engine::wait_for_parity(barrier, parity); }
+void mbarrier_wait_parity(u32 barrier, u32 parity) {
+  engine::wait_for_parity("mbarrier_wait_parity", barrier, parity, false);
+}
 void fence_proxy_async() {
   engine::traffic.fence();
   engine::fence_mbarriers();
@@ -163,6 +166,26 @@ void fence_proxy_async() {
 void set_registers(const char* name, u32 count) {
   meet(name, {}, [&](auto&, auto&) { engine::set_registers(name, count); });
 }
+
+u32 cluster_rank() { return cluster.current->rank; }
+void sync_cluster() { engine::wait_at(engine::whole_cluster, cluster.thread_count); }
+u32 far_address(u32 address, u32 rank) {
+  if (address >> engine::far_shift) fail_here(text("far_address of %#x, a far address already", address));
+  if (rank >= cluster.size) fail_here(text("far_address in block %u of a cluster of %u", rank, cluster.size));
+  return address | (rank + 1) << engine::far_shift;
+}
+void mbarrier_arrive_far(u32 far_barrier) {
+  engine::arrive_at("mbarrier_arrive_far", shared.check_far("mbarrier_arrive_far", far_barrier, 8), 0);
+}
+void mbarrier_wait_parity_far(u32 barrier, u32 parity) {
+  engine::wait_for_parity("mbarrier_wait_parity_far", barrier, parity, true);
+}
+void bulk_copy_far(u32 far_to, u32 from, u32 bytes, u32 far_barrier) {
+  engine::begin_copy_far(far_to, from, bytes, far_barrier);
+}
+
+void wait_global(const u32* number, u32 value) { engine::wait_for_global(number, value); }
+void add_release_global(u32* number, u32 x) { engine::add_to_global(number, x); }
 
 void prefetch_tensormap(const void* map) { engine::TensorMap::of("prefetch_tensormap", map); }
 void tma_load(u32 to, const void* map, u32 barrier, i32 x, i32 y, i32 z, i32 w) {

@@ -1,4 +1,4 @@
-// A launch: the blocks one after the other, in a random order.
+// A launch: the clusters of blocks one after the other, in a random order.
 #pragma once
 #include <setjmp.h>
 #include <signal.h>
@@ -17,59 +17,65 @@ constexpr size_t stack_bytes = 512 << 10, guard_bytes = 64 << 10;  // nothing ma
 // Every kernel's library has an engine of its own, so memory is given back when a launch ends.
 class Stacks {
  public:
-  Stacks() : bytes(block.thread_count * stack_bytes) {
+  Stacks() : bytes(cluster.thread_count * stack_bytes) {
     constexpr int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
-    block.stacks = static_cast<char*>(mmap(nullptr, bytes, PROT_READ | PROT_WRITE, flags, -1, 0));
-    block.stacks_end = block.stacks + bytes;
-    for (u32 i = 0; i < block.thread_count; ++i) mprotect(block.stacks + i * stack_bytes, guard_bytes, PROT_NONE);
+    cluster.stacks = static_cast<char*>(mmap(nullptr, bytes, PROT_READ | PROT_WRITE, flags, -1, 0));
+    cluster.stacks_end = cluster.stacks + bytes;
+    for (u32 i = 0; i < cluster.thread_count; ++i) mprotect(cluster.stacks + i * stack_bytes, guard_bytes, PROT_NONE);
   }
-  ~Stacks() { munmap(block.stacks, bytes); }
+  ~Stacks() { munmap(cluster.stacks, bytes); }
 
  private:
   size_t bytes;
 };
 
 inline void run_thread() {
-  block.launch->kernel(block.params, shared.begin);
-  stop(*block.current, Thread::ended);
-  if (--block.running == 0) {
-    finish_mbarriers_and_transfers();
-    finish_warpgroups();
-    Fiber::go(block.current->fiber, block.scheduler);
+  cluster.launch->kernel(cluster.params, shared.begin + shared.own_part());
+  stop(*cluster.current, Thread::ended);
+  if (--own_block().running == 0) {
+    finish_mbarriers_and_transfers(cluster.current->rank);
+    finish_warpgroups(cluster.current->rank);
+    if (--cluster.running == 0) {
+      finish_stores();
+      Fiber::go(cluster.current->fiber, cluster.scheduler);
+    }
   }
   leave();
 }
 
-inline void run_block(u32 index) {
+inline void run_cluster(u32 index) {
   static constexpr u32 patiences[] = {0, 2, 16, 256};
-  block.index = index;
-  block.running = block.thread_count;
-  block.patience = patiences[block.random.below(4)];
-  shared.start((u32)block.launch->shared_bytes);
-  race.start(block.launch->race_check != 0, shared.bytes);
-  traffic.start(shared.bytes);
+  cluster.first = index * cluster.size;
+  cluster.running = cluster.size;
+  cluster.patience = patiences[cluster.random.below(4)];
+  shared.start((u32)cluster.launch->shared_bytes);
+  race.start(cluster.launch->race_check != 0);
+  traffic.start();
   start_mbarriers_and_transfers();
   start_warpgroups();
-  for (Barrier& barrier : block.barriers) barrier = {};
-  for (u32 i = 0; i < block.warp_count; ++i) {
-    Warp& warp = block.warps[i];
+  for (u32 i = 0; i < cluster.size; ++i) cluster.blocks[i] = {cluster.block_threads, {}};
+  cluster.everyone = {};
+  for (u32 i = 0; i < cluster.warp_count; ++i) {
+    Warp& warp = cluster.warps[i];
     warp.ready = ~0u;
     warp.arrived = 0;
     std::iota(warp.order, warp.order + lanes, 0u);
-    block.random.shuffle(warp.order, lanes);
+    cluster.random.shuffle(warp.order, lanes);
     for (u32 place = 0; place < lanes; ++place) warp.place[warp.order[place]] = place;
   }
-  for (u32 i = 0; i < block.thread_count; ++i) {
-    Thread& thread = block.threads[i];
+  for (u32 i = 0; i < cluster.thread_count; ++i) {
+    Thread& thread = cluster.threads[i];
     thread.index = i;
+    thread.rank = i / cluster.block_threads;
+    thread.in_block = i % cluster.block_threads;
     thread.state = Thread::runs;
     thread.groups.clear();
     thread.open.clear();
-    thread.fiber.start(block.stacks + i * stack_bytes, stack_bytes, run_thread);
+    thread.fiber.start(cluster.stacks + i * stack_bytes, stack_bytes, run_thread);
   }
-  const u32 first = block.random.below(block.warp_count);
-  block.current = &block.threads[first * lanes + block.warps[first].order[0]];
-  Fiber::go(block.scheduler, block.current->fiber);
+  const u32 first = cluster.random.below(cluster.warp_count);
+  cluster.current = &cluster.threads[first * lanes + cluster.warps[first].order[0]];
+  Fiber::go(cluster.scheduler, cluster.current->fiber);
 }
 
 // ---- faults of the processor: reported like any other, not the end of the tests
@@ -77,8 +83,8 @@ inline void run_block(u32 index) {
 inline sigjmp_buf after_signal;
 
 inline void on_signal(int number, siginfo_t* info, void*) {
-  set_message(text("block %u, thread %u: %s at address %p", block.index, block.current->index, strsignal(number),
-                   info->si_addr));
+  set_message(text("block %u, thread %u: %s at address %p", block_number(cluster.current->rank),
+                   cluster.current->in_block, strsignal(number), info->si_addr));
   siglongjmp(after_signal, 1);
 }
 
@@ -107,21 +113,24 @@ class CaughtSignals {
 };
 
 inline void run(const Launch& launch) {
-  block.launch = &launch;
-  block.failed = false;
-  block.thread_count = (u32)launch.threads;
-  block.warp_count = block.thread_count / lanes;
-  block.random.state = launch.seed;
-  memcpy(block.params, launch.params, (size_t)launch.params_bytes);
+  cluster.launch = &launch;
+  cluster.failed = false;
+  cluster.size = (u32)launch.cluster;
+  cluster.block_threads = (u32)launch.threads;
+  cluster.block_warps = cluster.block_threads / lanes;
+  cluster.thread_count = cluster.size * cluster.block_threads;
+  cluster.warp_count = cluster.size * cluster.block_warps;
+  cluster.random.state = launch.seed;
+  memcpy(cluster.params, launch.params, (size_t)launch.params_bytes);
   const Stacks stacks;
-  vector<u32> order((size_t)launch.blocks);
+  vector<u32> order((size_t)(launch.blocks / launch.cluster));
   std::iota(order.begin(), order.end(), 0u);
-  block.random.shuffle(order.data(), (u32)order.size());
+  cluster.random.shuffle(order.data(), (u32)order.size());
   const CaughtSignals caught;
   if (sigsetjmp(after_signal, 1)) return;
   for (u32 index : order) {
-    run_block(index);
-    if (block.failed) return;
+    run_cluster(index);
+    if (cluster.failed) return;
   }
 }
 

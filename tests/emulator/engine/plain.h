@@ -7,20 +7,20 @@ namespace engine {
 
 inline void plain_access(const void* address, u32 size, bool writes, bool aligned) {
   const char* at = static_cast<const char*>(address);
-  if (at >= block.stacks && at < block.stacks_end) return;
-  const Launch& launch = *block.launch;
-  if (!writes && at >= block.params && at + size <= block.params + launch.params_bytes) return;
+  if (at >= cluster.stacks && at < cluster.stacks_end) return;
+  const Launch& launch = *cluster.launch;
+  if (!writes && at >= cluster.params && at + size <= cluster.params + launch.params_bytes) return;
   const char* name = writes ? "a plain store" : "a plain load";
   if (!shared.near(at)) return check_global(name, at, size, writes, aligned);
-  const auto offset = at - shared.begin;
+  const auto offset = at - shared.begin - shared.own_part();
   if (aligned && offset % size)
     fail_here(text("%s of %u bytes at shared byte %d, which is not aligned to them", name, size, (int)offset));
   if (offset < 0 || offset + size > shared.bytes)
     fail_here(text("%s of %u bytes at byte %d of a shared memory of %u bytes", name, size, (int)offset, shared.bytes));
   if (writes)
-    note_write((u32)offset, size, name);
+    note_write((u32)(at - shared.begin), size, name);
   else
-    race.read((u32)offset, size, name);
+    race.read((u32)(at - shared.begin), size, name);
 }
 
 }  // namespace engine

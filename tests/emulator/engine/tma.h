@@ -1,5 +1,6 @@
-// Copies of boxes between global and shared memory. They are made late, in a random order: when nothing else can go on,
-// when a thread waits for them, or now and then. What a load will bring is NaN until then.
+// Copies between global and shared memory, of boxes above all, and between the shared memories of blocks. They are made
+// late, in a random order: when nothing else can go on, when a thread waits for them, or now and then. What one will
+// bring to shared memory is NaN until then.
 #pragma once
 #include "mbarrier.h"
 
@@ -39,30 +40,41 @@ struct Transfer {
     char* address;
     u32 begin, end;
   };
+  static constexpr u32 global = ~0u;
   const char* name;
-  Mbarrier* mbarrier;  // of a load
-  u32 thread, group;   // of a store
-  u32 offset, bytes;   // in shared memory, as a whole
-  vector<Chunk> chunks;
-  bool done;
+  u32 thread;
+  u32 offset, bytes;  // in shared memory, as a whole
+  vector<Chunk> chunks = {};
+  Mbarrier* mbarrier = nullptr;  // of what comes to shared memory
+  u32 from = global;             // where else it is in shared memory
+  u32 group = 0;                 // of a store
+  bool done = false;
 
   void make() {
     done = true;
     for (Chunk const& x : chunks) {
       char* at = shared.begin + x.offset;
       if (mbarrier) {
-        --traffic.units[x.offset / Traffic::unit].loads;
         memset(at, 0, 16);
         memcpy(at + x.begin, x.address + x.begin, x.end - x.begin);
       } else {
         memcpy(x.address + x.begin, at + x.begin, x.end - x.begin);
       }
     }
-    if (mbarrier) mbarrier->bring(bytes);
+    if (!mbarrier) return;
+    traffic.end_write(offset, bytes);
+    const u32 over = mbarrier->phase + 1;  // when this phase is
+    race.written_with(over, offset, bytes);
+    if (from != global) {
+      traffic.end_send(from, bytes);
+      race.read_until(mbarrier->event, over, race.slot_of_copies(rank_at(offset)), from, bytes);
+      if (rank_at(from) != rank_at(offset)) race.use_far_until(rank_at(from), mbarrier->event, over);
+    }
+    mbarrier->bring(bytes);
   }
 };
 
-inline vector<Transfer> transfers;  // loads that are not done, stores that nobody has waited for
+inline vector<Transfer> transfers;  // stores that nobody has waited for, others that are not done
 
 // A thread's stores, in groups.
 struct Stores {
@@ -70,7 +82,7 @@ struct Stores {
 };
 inline std::map<u32, Stores> stores;  // by thread
 
-inline void forget_done_loads() {
+inline void forget_done() {
   const auto over = [](Transfer const& each) { return each.done && each.mbarrier; };
   transfers.erase(std::remove_if(transfers.begin(), transfers.end(), over), transfers.end());
 }
@@ -80,8 +92,8 @@ inline bool advance_a_transfer() {
   for (u32 i = 0; i < transfers.size(); ++i)
     if (!transfers[i].done) due.push_back(i);
   if (due.empty()) return false;
-  transfers[due[block.random.below((u32)due.size())]].make();
-  forget_done_loads();
+  transfers[due[cluster.random.below((u32)due.size())]].make();
+  forget_done();
   return true;
 }
 
@@ -91,7 +103,7 @@ inline Transfer transfer_of_box(const char* name, const void* tensor_map, u32 ad
   const TensorMap map = TensorMap::of(name, tensor_map);
   if (address % 1024) fail_here(text("%s at shared address %#x, which is not aligned to 1024", name, address));
   const u32 bytes = map.rows * TensorMap::row_bytes;
-  Transfer x = {name, nullptr, block.current->index, 0, shared.check_range(name, address, bytes), bytes, {}, false};
+  Transfer x = {name, cluster.current->index, shared.check_range(name, address, bytes), bytes};
   const int64_t size = map.element_bytes, columns_end = map.sizes[0] * size;
   for (u32 row = 0; row < map.rows; ++row) {
     const int64_t place[3] = {(int64_t)at[1] + row, at[2], at[3]};
@@ -115,18 +127,24 @@ inline Transfer transfer_of_box(const char* name, const void* tensor_map, u32 ad
   return x;
 }
 
+// To shared memory, its bytes to arrive at the mbarrier at an offset.
 inline void begin_load(Transfer x, u32 mbarrier) {
   x.mbarrier = &mbarrier_at(x.name, mbarrier);
   if (!x.mbarrier->fenced)
     fail_here(text("%s with ", x.name) + x.mbarrier->name() + ", initialised without a fence_mbarrier_init");
-  for (auto& chunk : x.chunks) ++traffic.begin_write(chunk.offset, x.name).loads;
-  race.write_until(x.mbarrier->event, x.mbarrier->phase + 1, x.offset, x.bytes, x.name);
+  const bool of_block = x.from != Transfer::global;
+  for (auto& chunk : x.chunks) {
+    Traffic::Unit& unit = traffic.begin_write(chunk.offset, x.name);
+    (of_block ? unit.received : unit.loaded) = true;
+  }
+  race.write_until(x.mbarrier->event, of_block ? Race::Kind::bulk_copy_far : Race::Kind::tma_load, x.offset, x.bytes,
+                   x.name);
   memset(shared.begin + x.offset, 0xff, x.bytes);
   transfers.push_back(std::move(x));
   maybe_leave_warp();
 }
 inline void begin_load_of_box(u32 to, const void* map, u32 mbarrier, const int (&at)[4]) {
-  begin_load(transfer_of_box("tma_load", map, to, at, false), mbarrier);
+  begin_load(transfer_of_box("tma_load", map, to, at, false), shared.check("tma_load", mbarrier, 8));
 }
 inline void begin_load_of_bytes(u32 to, const char* from, u32 bytes, u32 mbarrier) {
   constexpr const char* name = "bulk_load";
@@ -134,8 +152,27 @@ inline void begin_load_of_bytes(u32 to, const char* from, u32 bytes, u32 mbarrie
     fail_here(text("%s of %u bytes from global address %p to shared address %#x: all must be multiples of 16", name,
                    bytes, (const void*)from, to));
   check_global(name, from, bytes, false, false);
-  Transfer x = {name, nullptr, block.current->index, 0, shared.check_range(name, to, bytes), bytes, {}, false};
+  Transfer x = {name, cluster.current->index, shared.check_range(name, to, bytes), bytes};
   for (u32 i = 0; i < bytes; i += 16) x.chunks.push_back({x.offset + i, const_cast<char*>(from) + i, 0, 16});
+  begin_load(std::move(x), shared.check(name, mbarrier, 8));
+}
+inline void begin_copy_far(u32 far_to, u32 from, u32 bytes, u32 far_mbarrier) {
+  constexpr const char* name = "bulk_copy_far";
+  if (far_to % 16 || from % 16 || bytes % 16 || bytes == 0)
+    fail_here(
+        text("%s of %u bytes from shared address %#x to %#x: all must be multiples of 16", name, bytes, from, far_to));
+  Transfer x = {name, cluster.current->index, shared.check_far_range(name, far_to, bytes), bytes};
+  x.from = shared.check_range(name, from, bytes);
+  const u32 mbarrier = shared.check_far(name, far_mbarrier, 8), rank = rank_at(x.offset);
+  if (rank_at(mbarrier) != rank)
+    fail_here(
+        text("%s to block %u with an mbarrier of block %u", name, block_number(rank), block_number(rank_at(mbarrier))));
+  race.check_read(x.from, bytes, name);
+  for (u32 i = 0; i < bytes; i += 16) {
+    ++traffic.begin_read(x.from + i, name).sent;
+    x.chunks.push_back({x.offset + i, shared.begin + x.from + i, 0, 16});
+  }
+  race.read_until(mbarrier_at(name, mbarrier).event, Race::under_way, race.slot_of_copies(rank), x.from, bytes);
   begin_load(std::move(x), mbarrier);
 }
 
@@ -150,15 +187,15 @@ inline void begin_store(const void* map, u32 from, const int (&at)[4]) {
   transfers.push_back(std::move(x));
   maybe_leave_warp();
 }
-inline void commit_stores() { ++stores[block.current->index].committed; }
+inline void commit_stores() { ++stores[cluster.current->index].committed; }
 
 inline void wait_for_stores(u32 pending) {
-  const u32 me = block.current->index;
+  const u32 me = cluster.current->index;
   Stores& mine = stores[me];
   const u32 over = mine.committed > pending ? mine.committed - pending : 0;
   const auto due = [&](Transfer const& x) { return !x.mbarrier && x.thread == me && x.group < over; };
   // They end in any order.
-  block.random.shuffle(transfers.data(), (u32)transfers.size());
+  cluster.random.shuffle(transfers.data(), (u32)transfers.size());
   for (Transfer& x : transfers) {
     if (!due(x)) continue;
     if (!x.done) x.make();
@@ -168,7 +205,7 @@ inline void wait_for_stores(u32 pending) {
   if (mine.event) race.acquire({}, mine.event, over);
 }
 
-// ---- at the begin and the end of a block
+// ---- at the begin of a cluster, and the end of a block
 
 inline void start_mbarriers_and_transfers() {
   mbarriers.clear();
@@ -176,11 +213,21 @@ inline void start_mbarriers_and_transfers() {
   stores.clear();
 }
 
-inline void finish_mbarriers_and_transfers() {
-  for (Transfer const& x : transfers)
-    if (x.mbarrier) fail(text("it ends while a %s of ", x.name) + x.mbarrier->name() + " is under way");
+inline void finish_mbarriers_and_transfers(u32 rank) {
+  for (Transfer const& x : transfers) {
+    if (!x.mbarrier) continue;
+    if (rank_at(x.offset) == rank) fail(text("it ends while a %s of ", x.name) + x.mbarrier->name() + " is under way");
+    if (x.from != Transfer::global && rank_at(x.from) == rank)
+      fail(text("it ends while a %s out of its shared memory is under way", x.name));
+  }
   for (auto& [offset, each] : mbarriers)
-    if (each.unseen || each.brought) fail("it ends, and nobody has waited for what a load brought to " + each.name());
+    if (rank_at(offset) == rank && (each.unseen || each.brought))
+      fail("it ends, and nobody has waited for what a load brought to " + each.name());
+  race.check_end(rank);
+}
+
+// Stores that nobody has waited for.
+inline void finish_stores() {
   while (advance_a_transfer()) continue;
 }
 

@@ -13,7 +13,8 @@ struct Warpgroup : Event {
       return strcmp(name, other.name) == 0 && memcmp(operands, other.operands, sizeof operands) == 0;
     }
   };
-  u32 index = 0;
+  u32 index = 0;     // in the cluster
+  u32 in_block = 0;  // its index there
   vector<Step> steps;
   u32 taken[warps] = {};  // steps, by each warp
   u32 registers = 0;      // of each thread, if setmaxnreg said so
@@ -35,12 +36,13 @@ struct Warpgroup : Event {
 
 inline vector<Warpgroup> warpgroups;
 
-inline u32 warp_in_group() { return warp_of(block.current->index) % Warpgroup::warps; }
+inline u32 warp_in_group() { return warp_of(cluster.current->in_block) % Warpgroup::warps; }
+inline u32 warpgroups_of_block() { return cluster.block_warps / Warpgroup::warps; }
 
 inline Warpgroup& own_warpgroup(const char* name) {
-  const u32 index = warp_of(block.current->index) / Warpgroup::warps;
-  if (index >= warpgroups.size()) fail_here(text("%s in a warpgroup of less than four warps", name));
-  return warpgroups[index];
+  const u32 in_block = warp_of(cluster.current->in_block) / Warpgroup::warps;
+  if (in_block >= warpgroups_of_block()) fail_here(text("%s in a warpgroup of less than four warps", name));
+  return warpgroups[cluster.current->rank * warpgroups_of_block() + in_block];
 }
 
 inline void set_registers(const char* name, u32 count) {
@@ -50,7 +52,8 @@ inline void set_registers(const char* name, u32 count) {
   group.take(warp_in_group(), {name, {count, 0, 0}});
   group.registers = count;
   u32 all = 0;
-  for (Warpgroup const& each : warpgroups) {
+  for (u32 i = 0; i < warpgroups_of_block(); ++i) {
+    const Warpgroup& each = warpgroups[group.index - group.in_block + i];
     if (!each.registers) return;
     all += each.registers * Warpgroup::warps * lanes;
   }

@@ -26,7 +26,7 @@ struct SharedOperand {
       fail_here(
           text("wgmma with the descriptor %#llx, which `swizzled` does not give", (unsigned long long)descriptor));
     const u32 in_group = address % 1024;
-    if (by_rows ? in_group != 0 : in_group >= 128 || in_group % 32)
+    if (in_group >= 128 || in_group % 32 || (by_rows && in_group && in_group / 2 + size > 64))
       fail_here(
           text("wgmma with an operand at shared address %#x, inside of 8 rows that are swizzled together", address));
     if (by_rows && size > 64 && (chunk_bytes % 1024 || chunk_bytes == 0))
@@ -201,7 +201,7 @@ inline void issue(WarpgroupProduct const& kind, const Exchange (&in)[lanes]) {
   if (index == common.under_way.size()) {
     common.under_way.push_back(read_operands(kind, a, b, mine.committed));
     for (u32 at : common.under_way.back().reads)
-      race.read_until(common.event, mine.committed + 1, race.slot_of_warpgroup(group.index), at, 16);
+      race.read_until(common.event, mine.committed + 1, race.slot_of_warpgroup(group.in_block), at, 16);
   }
   Product& product = common.under_way[index];
   race.check_reads_of_warp(product.reads, "wgmma");
@@ -268,21 +268,23 @@ inline void wait_for_products(u32 pending) {
   race.acquire({}, common.event, over);
 }
 
-// ---- at the begin and the end of a block
+// ---- at the begin of a cluster, and the end of a block
 
 inline void start_warpgroups() {
-  warpgroups.assign(block.warp_count / Warpgroup::warps, {});
-  for (u32 i = 0; i < warpgroups.size(); ++i) warpgroups[i].index = i;
+  const u32 of_block = warpgroups_of_block();
+  warpgroups.assign(cluster.size * of_block, {});
+  for (u32 i = 0; i < warpgroups.size(); ++i) warpgroups[i].index = i, warpgroups[i].in_block = i % of_block;
   products.assign(warpgroups.size(), {});
 }
 
-inline void finish_warpgroups() {
-  for (Warpgroup const& group : warpgroups) {
+inline void finish_warpgroups(u32 rank) {
+  for (u32 i = 0; i < warpgroups_of_block(); ++i) {
+    const Warpgroup& group = warpgroups[rank * warpgroups_of_block() + i];
     for (u32 taken : group.taken)
       if (taken != group.steps.size())
-        fail(text("it ends, and only a part of warpgroup %u has come to %s", group.index, group.steps[taken].name));
+        fail(text("it ends, and only a part of warpgroup %u has come to %s", group.in_block, group.steps[taken].name));
     if (!products[group.index].under_way.empty())
-      fail(text("it ends, and warpgroup %u has not waited for a wgmma", group.index));
+      fail(text("it ends, and warpgroup %u has not waited for a wgmma", group.in_block));
   }
 }
 

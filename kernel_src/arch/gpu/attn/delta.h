@@ -1,5 +1,5 @@
 // What the backward pass needs of each query row: its LSE in base 2 and delta = sum(dO * O) - dLSE. The sums of dQ that
-// other blocks will add to are cleared on the way.
+// other blocks will add to, and whose turn it is, are cleared on the way.
 #pragma once
 #include "attn/layout.h"
 #include "attn/workspace.h"
@@ -58,6 +58,7 @@ struct Delta {
       // Rows that saw nothing, and rows beyond the last, have an LSE of -inf: with +inf their probabilities vanish.
       *Row::lse(row, p) = lse == -base::infinity ? base::infinity : lse * base::log2_e;
       *Row::delta(row, p) = delta;
+      if constexpr (C::ordered) *Row::turn(row, p) = 0;
     }
     if constexpr (C::clear) {
       float* sums = Row::grad_query(row, p);

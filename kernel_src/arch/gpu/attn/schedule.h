@@ -34,16 +34,16 @@ struct KeyBlock {
   i32 first, keys;
 };
 
-// The first keys come first: under a causal mask most rows see them.
+// The first keys come first: under a causal mask most rows see them. A block has `size` of them.
 template <class C, class P>
-FN KeyBlock key_block(i32 block, P const& p) {
-  const u32 per_head = base::ceil_div((u32)p.seq_kv, (u32)C::block_n);
+FN KeyBlock key_block(i32 block, P const& p, i32 size = C::block_n) {
+  const u32 per_head = base::ceil_div((u32)p.seq_kv, (u32)size);
   KeyBlock b;
-  b.first = (i32)((u32)block % per_head) * C::block_n;
+  b.first = (i32)((u32)block % per_head) * size;
   const u32 index = (u32)block / per_head;
   b.head_kv = (i32)(index % (u32)p.heads_kv);
   b.batch = (i32)(index / (u32)p.heads_kv);
-  b.keys = base::least(C::block_n, (i32)p.seq_kv - b.first);
+  b.keys = base::least(size, (i32)p.seq_kv - b.first);
   return b;
 }
 

@@ -28,7 +28,8 @@ struct PartialOut {
 };
 
 // What the backward pass keeps for each query row, rows being padded so that no tile ends beyond them:
-// lse [batch * heads_q][rows] in base 2, delta likewise, then sums of dQ [batch * heads_q][rows][ld].
+// lse [batch * heads_q][rows] in base 2, delta likewise, then sums of dQ [batch * heads_q][rows][ld] and, where sums
+// are added in order, numbers that tell whose turn it is [batch * heads_q][rows].
 template <class C, class P>
 struct RowData {
   static constexpr i32 ld = base::round_up(C::head_dim, 64);  // no kernel pads more
@@ -40,6 +41,7 @@ struct RowData {
   static METHOD float* lse(i64 row, P const& p) { return begin(p) + row; }
   static METHOD float* delta(i64 row, P const& p) { return begin(p) + all_rows(p) + row; }
   static METHOD float* grad_query(i64 row, P const& p) { return begin(p) + 2 * all_rows(p) + row * ld; }
+  static METHOD u32* turn(i64 row, P const& p) { return reinterpret_cast<u32*>(grad_query(all_rows(p), p)) + row; }
 
  private:
   static METHOD float* begin(P const& p) { return p.workspace + Magnitudes<C, P, true>::floats(p); }

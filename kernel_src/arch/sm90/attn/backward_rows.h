@@ -12,26 +12,32 @@ namespace attn {
 
 // The tiles of query rows that see a block of keys, of one query head of the group after the other. Where there are
 // more than two blocks of keys they begin at rows of their own of their first head, so that fewer add to the same rows
-// of dQ at a time.
+// of dQ at a time. Where they add in the order of the keys all go from the last rows to the first: then each but waits
+// for one that had these rows just before, under a causal mask too.
 template <class C, class P>
 struct RowTiles {
-  i32 first, row, head, left;
+  i32 first, last, row, head, left;
   METHOD RowTiles(KeyBlock const& b, Mask<C, P, i32> const& mask, P const& p) {
-    first = mask.rows_begin(b.first) / C::block_m * C::block_m;
-    row = first, head = b.head_kv * group(p);
+    // Rows that see nothing have a dQ too, if one is stored here.
+    first = C::complete ? 0 : mask.rows_begin(b.first) / C::block_m * C::block_m;
+    row = first, last = first, head = b.head_kv * group(p);
     left = 0;
     if (first >= (i32)p.seq_q) return;
     const u32 tiles = base::ceil_div((u32)((i32)p.seq_q - first), (u32)C::block_m);
     left = (i32)tiles * group(p);
+    if constexpr (C::ordered) {
+      row = last = first + (i32)(tiles - 1) * C::block_m;
+      return;
+    }
     const u32 block = (u32)(b.first / C::block_n), blocks = base::ceil_div((u32)p.seq_kv, (u32)C::block_n);
     if (blocks > 2) row += (i32)(block * base::most(tiles / blocks, 1u) % tiles) * C::block_m;
   }
   METHOD bool more() const { return left > 0; }
   METHOD void next(P const& p) {
     --left;
-    row += C::block_m;
-    if (row < (i32)p.seq_q) return;
-    row = first;
+    row += C::ordered ? -C::block_m : C::block_m;
+    if (C::ordered ? row >= first : row < (i32)p.seq_q) return;
+    row = C::ordered ? last : first;
     ++head;
     if (head % group(p) == 0) head -= group(p);  // the rows left out at the beginning
   }

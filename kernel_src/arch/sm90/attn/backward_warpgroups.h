@@ -1,11 +1,9 @@
 // Backward attention on Hopper: one warp has the copy engine bring tiles of query rows, and warpgroups, each with 64
 // keys and their dK and dV in registers, work through them. Scores lie with keys as rows, so that weights and gradients
-// are left sides of the products for dV and dK as they come. dQ takes the gradients of all warpgroups, through shared
-// memory; it is formed one tile later, when they have long been there. See attn/backward.h for the formulas.
+// are left sides of the products for dV and dK as they come. See attn/backward.h for the formulas.
 #pragma once
-#include "accumulate.h"
 #include "attn/backward_rows.h"
-#include "attn/tiles.h"
+#include "attn/gathered_grad_query.h"
 #include "roles.h"
 
 namespace attn {
@@ -20,74 +18,77 @@ struct BackwardWarpgroups {
   using Stages = RowStages<C, P, C::head_dim, C::head_dim_v>;
   using QueryRows = typename Stages::QueryRows;
   using OutRows = typename Stages::OutRows;
-  using GradientRows = arch::BoxedRows<E, C::block_n, C::block_m>;
 
   using Down = arch::Warps<warps, 1>;
   using Scores = arch::Matrix<Down, C::block_n, C::block_m>;
   using Keyed = KeyMajor<Scores>;
   using GradKeys = arch::Matrix<Down, C::block_n, base::round_up(C::head_dim, 16)>;
   using GradValues = arch::Matrix<Down, C::block_n, base::round_up(C::head_dim_v, 16)>;
-  // Of dQ a warpgroup forms 64 rows, or where a tile has no more, 64 of their columns.
-  static constexpr bool by_columns = C::block_m == 64;
-  using GradQueries = typename arch::Either<by_columns, arch::Matrix<arch::WarpgroupsAcross<groups>, 64, groups * 64>,
-                                            arch::Matrix<Down, C::block_m, base::round_up(C::head_dim, 16)>>::Type;
-  static_assert(by_columns ? GradQueries::columns == base::round_up(C::head_dim, 64) : C::block_m == groups * 64, "");
-  using Row = RowData<C, P>;
+  // Where a tile has 64 rows warpgroups share the columns of dQ.
+  using Cluster = arch::Cluster<C::cluster>;
+  using GradQuery = GatheredGradQuery<C, P, groups, C::block_m == 64 ? groups : 1>;
 
-  static constexpr i32 key_stages = 2;  // the next keys and values come while dK and dV of the present ones are stored
+  // With two the next keys and values come while dK and dV of the present ones are stored.
+  static constexpr i32 key_stages = C::key_stages;
   struct Memory {
     KeyRows keys[key_stages];
     ValueRows values[key_stages];
     Stages rows;
-    GradientRows gradients[2];
-    arch::Turnover keys_turn[key_stages], gradients_turn[2];
+    typename GradQuery::Memory grad_query;
+    typename GradQuery::Turns grad_query_turns;
+    arch::Turnover keys_turn[key_stages];
   };
 
   static METHOD void run(i32, Memory& memory, P const& p) {
     if (ptx::thread_index() == 0) {
       for (auto& turn : memory.keys_turn) turn.init(groups);
-      memory.rows.init(warps);
-      for (auto& turn : memory.gradients_turn) ptx::mbarrier_init(turn.full(), warps);
+      memory.rows.init(128 * groups);
+      memory.grad_query_turns.init(128 * groups);
       ptx::fence_mbarrier_init();
     }
-    ptx::sync_block();
-    arch::Roles<groups, C::blocks_per_unit>::split([&] { bring(memory, p); },
-                                                   [&](i32 group) { compute(memory, group, p); });
+    const u32 rank = Cluster::begin();
+    arch::Roles<groups, C::blocks_per_unit>::split(
+        [&] { bring(memory, rank, p); },
+        [&](i32 helper) { GradQuery::help(helper, memory.grad_query, memory.grad_query_turns, rank, p); },
+        [&](i32 group) { compute(memory, group, rank, p); });
+    Cluster::end();
   }
 
  private:
   using Tiles = RowTiles<C, P>;
 
-  static METHOD void bring(Memory& m, P const& p) {
+  static METHOD void bring(Memory& m, u32 rank, P const& p) {
     const Mask<C, P, i32> mask(p);
     arch::Position<C::stages> at;
 #pragma unroll 1
     for (KeyBlocks<C, P> work(p); work.more(); ++work.done) {
-      const KeyBlock b = work.block();
+      const KeyBlock both = work.block(), b = GradQuery::of_block_in(both, rank);
       const auto of_keys = arch::position<key_stages>(work.done);
       auto& turn = m.keys_turn[of_keys.stage];
       turn.wait_free(of_keys.round);
-      turn.expect(KeyRows::bytes + ValueRows::bytes);
+      turn.expect(KeyRows::bytes + ValueRows::bytes + GradQuery::far_bytes);
       m.keys[of_keys.stage].fetch(p.k_map, turn.full(), b.first, b.head_kv, b.batch);
       m.values[of_keys.stage].fetch(p.v_map, turn.full(), b.first, b.head_kv, b.batch);
-      m.rows.bring(Tiles(b, mask, p), at, b, p);
+      GradQuery::fetch_far_keys(m.grad_query, of_keys.stage, turn.full(), both, rank, p);
+      m.rows.bring(Tiles(both, mask, p), at, b, p);
     }
   }
 
-  static METHOD void compute(Memory& m, i32 group, P const& p) {
+  static METHOD void compute(Memory& m, i32 group, u32 rank, P const& p) {
     u32 tiles_done = 0;
 #pragma unroll 1
-    for (KeyBlocks<C, P> work(p); work.more(); ++work.done) differentiate(m, group, work, tiles_done, p);
+    for (KeyBlocks<C, P> work(p); work.more(); ++work.done) differentiate(m, group, rank, work, tiles_done, p);
   }
 
-  static METHOD void differentiate(Memory& m, i32 group, KeyBlocks<C, P> const& work, u32& tiles_done, P const& p) {
-    const KeyBlock b = work.block();
+  static METHOD void differentiate(Memory& m, i32 group, u32 rank, KeyBlocks<C, P> const& work, u32& tiles_done,
+                                   P const& p) {
+    const KeyBlock both = work.block(), b = GradQuery::of_block_in(both, rank);
     const Mask<C, P, i32> mask(p);
     const float scale = p.scale * base::log2_e;
     GradKeys grad_k;
     GradValues grad_v;
-    GradQueries grad_q;
-    Tiles tiles(b, mask, p);
+    GradQuery grad_q(m.grad_query, m.grad_query_turns, group, rank);
+    Tiles tiles(both, mask, p);
     const auto of_keys = arch::position<key_stages>(work.done);
     KeyRows& key_rows = m.keys[of_keys.stage];
     m.keys_turn[of_keys.stage].wait_full(of_keys.round);
@@ -98,22 +99,9 @@ struct BackwardWarpgroups {
     }
     const u64 keys = key_rows.rows_from(group * group_keys);
     const u64 values = m.values[of_keys.stage].rows_from(group * group_keys);
-    i64 row_before = -1;  // of the tile whose dQ is to be formed
-    // Begins to form the dQ of the tile before; of the first, which has none before it, something that nobody takes.
-    const auto multiply_gradients = [&] {
-      const auto before = arch::position<2>(tiles_done - 1);
-      if (row_before >= 0) m.gradients_turn[before.stage].wait_full(before.round);
-      const u64 gradients = m.gradients[before.stage].columns_from(by_columns ? 0 : group * 64);
-      const u64 all_keys = key_rows.columns_from(by_columns ? group * 64 : 0);
-      ptx::wgmma<false, true, true>(E{}, registers(grad_q), gradients, all_keys);
-#pragma unroll
-      for (i32 step = 1; step < C::block_n / 16; ++step)
-        ptx::wgmma<true, true, true>(E{}, registers(grad_q), GradientRows::across(gradients, step),
-                                     KeyRows::across(all_keys, step));
-      ptx::wgmma_commit();
-    };
+    grad_q.begin_keys(key_rows, of_keys.stage);
+    bool first = true;
     const auto leave_rows_before = [&] { m.rows.leave(arch::position<C::stages>(tiles_done - 1).stage); };
-    const auto add_grad_query = [&] { arch::accumulate(grad_q, Row::grad_query(row_before, p), Row::ld); };
 
 #pragma unroll 1
     do {
@@ -129,8 +117,7 @@ struct BackwardWarpgroups {
       multiply_along<OutRows, ValueRows>(gradients, values, m.rows.grad_out[stage].rows_from(0));
       ptx::wgmma_wait<1>();
       ptx::registers_change(registers(weights));
-      if constexpr (!C::grad_query) ptx::sync_warp();  // all lanes have read what they need of the rows before
-      if (row_before >= 0 && arch::lane() == 0) leave_rows_before();
+      if (!first) leave_rows_before();
       Keyed::make_weights(weights, statistics.lse, scale);
       const i32 keys_end = b.first + C::block_n;
       if (!mask.whole(tiles.row, keys_end) || keys_end > p.seq_kv || Keyed::any_coarse_row(statistics.lse))
@@ -141,38 +128,28 @@ struct BackwardWarpgroups {
       Keyed::make_gradients(gradients, weights, statistics.delta);
       Keyed::pack(gradient_words, gradients);
       ptx::wgmma_fence();
-      if constexpr (C::grad_query) multiply_gradients();
-      add<OutRows>(grad_v, weight_words, m.rows.grad_out[stage].columns_from(), row_before < 0);
+      grad_q.multiply();
+      add<OutRows>(grad_v, weight_words, m.rows.grad_out[stage].columns_from(), first);
       ptx::wgmma_commit();
-      add<QueryRows>(grad_k, gradient_words, m.rows.query[stage].columns_from(), row_before < 0);
+      add<QueryRows>(grad_k, gradient_words, m.rows.query[stage].columns_from(), first);
       ptx::wgmma_commit();
-      if constexpr (C::grad_query) {
-        ptx::wgmma_wait<2>();
-        ptx::registers_change(registers(grad_q));
-        // The gradients before these have been used by all warpgroups whose present ones are there: two suffice.
-        const i32 now = tiles_done % 2;
-        m.gradients[now].template put_operands<Scores>(gradient_words);
-        ptx::fence_proxy_async();
-        ptx::sync_warp();
-        if (arch::lane() == 0) ptx::mbarrier_arrive(m.gradients_turn[now].full());
-        if (row_before >= 0) add_grad_query();
-      }
+      ptx::wgmma_wait<2>();
+      const auto now = arch::position<2>(tiles_done);
+      m.grad_query_turns.wait_free(now);
+      m.grad_query.gradients[now.stage].template put_operands<Scores>(gradient_words);
+      ptx::fence_proxy_async();
+      ptx::mbarrier_arrive(m.grad_query_turns.own[now.stage].full());
+      grad_q.deliver(p);
       ptx::wgmma_wait<C::keys_behind ? 1 : 0>();  // with registers enough dK is formed while the next scores are
-      row_before = tiles.data_row(b, p);
+      grad_q.next(tiles, b, now, p);
       tiles.next(p), ++tiles_done;
+      first = false;
     } while (tiles.more());
     ptx::wgmma_wait<0>();
     ptx::registers_change(registers(grad_k));
     ptx::registers_change(registers(grad_v));
-    ptx::sync_warp();
-    if (arch::lane() == 0) leave_rows_before();
-    if constexpr (C::grad_query) {
-      ptx::wgmma_fence();
-      multiply_gradients();
-      ptx::wgmma_wait<0>();
-      ptx::registers_change(registers(grad_q));
-      add_grad_query();
-    }
+    leave_rows_before();
+    grad_q.finish_keys(p);
     finish(m, of_keys.stage, group, b, grad_k, grad_v, p);
   }
 

@@ -73,26 +73,33 @@ struct Tiles {
   }
 };
 
-// Blocks of keys for a backward pass. Under a causal mask most rows see the first keys: a piece is two blocks from both
-// ends of a head, which take as long as any other two, if their number is even. All follows from how many blocks were
-// done before: registers are wanted for sums.
+// Blocks of keys for a backward pass, or for clusters of blocks of threads as many of these. Under a causal mask most
+// rows see the first keys: a piece is two blocks from both ends of a head, which take as long as any other two, if
+// their number is even. All follows from how many blocks were done before: registers are wanted for sums.
 template <class C, class P>
 struct KeyBlocks {
+  static constexpr i32 keys = C::cluster * C::block_n;
   u32 done = 0;
   METHOD explicit KeyBlocks(P const& p) : p(p) {}
   METHOD bool more() const { return piece() < (u32)p.batch * (u32)p.heads_kv * pieces(); }
   METHOD KeyBlock block() const {
     const u32 head = piece() / pieces(), rank = piece() - head * pieces();
-    return key_block<C>((i32)(head * per_head() + (paired() && done % 2 ? per_head() - 1 - rank : rank)), p);
+    return key_block<C>((i32)(head * per_head() + (paired() && done % 2 ? per_head() - 1 - rank : rank)), p, keys);
   }
 
  private:
   P const& p;
 
-  METHOD u32 per_head() const { return base::ceil_div((u32)p.seq_kv, (u32)C::block_n); }
-  METHOD bool paired() const { return C::causal && per_head() % 2 == 0; }
+  METHOD u32 per_head() const { return base::ceil_div((u32)p.seq_kv, (u32)keys); }
+  // In order, a block that has two pieces of a head would wait for itself: the last keys wait for all before.
+  METHOD bool paired() const {
+    const bool enough = !C::ordered || per_head() / 2 <= ptx::block_count() / C::cluster;
+    return C::causal && per_head() % 2 == 0 && enough;
+  }
   METHOD u32 pieces() const { return paired() ? per_head() / 2 : per_head(); }
-  METHOD u32 piece() const { return ptx::block_index() + (paired() ? done / 2 : done) * ptx::block_count(); }
+  METHOD u32 piece() const {
+    return (ptx::block_index() + (paired() ? done / 2 : done) * ptx::block_count()) / C::cluster;
+  }
 };
 
 }  // namespace attn
